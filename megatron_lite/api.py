@@ -155,8 +155,7 @@ def peak_bytes(config: RunConfig, *, num_ranks: int | None = None, device: str =
 
     parallel = config.parallel
     dp_size = parallel.data_parallel_size(num_ranks or parallel.model_ranks)
-    dp_cp_size = dp_size * parallel.context_parallel_size
-    return fullest_step_peak(config, device=device, dp_cp_size=dp_cp_size).num_bytes
+    return fullest_step_peak(config, device=device, dp_size=dp_size).num_bytes
 
 
 def plan(

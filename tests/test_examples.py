@@ -170,5 +170,5 @@ def test_the_job_of_a_model_with_experts_fits_its_gpus(tmp_path):
     flags = training_flags(done.stderr.split())
     config = parse_args([one for one in flags if one != "--dump-config"]).config
     assert (config.model.num_experts, config.training.train_iters) == (128, 7)
-    peak = fullest_step_peak(config, device="cuda", dp_cp_size=16)
+    peak = fullest_step_peak(config, device="cuda", dp_size=16)
     assert 40 * GIB < peak.num_bytes < 75 * GIB  # of the 79.18 of an H100

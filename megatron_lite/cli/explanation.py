@@ -25,7 +25,6 @@ from megatron_lite.config.run_flags import help_columns
 from megatron_lite.data.tokenizers import resolve_vocabulary
 from megatron_lite.memory.explain.recompute_report import explain, likely_device
 from megatron_lite.memory.explain.report_text import report_text
-from megatron_lite.memory.predict.pipeline_memory import step_microbatches
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.signals import dies_without_reader
 from megatron_lite.plan.auto_policy import with_chosen_policy
@@ -67,7 +66,7 @@ def print_instead(arguments: ParsedArguments, launch: Launch) -> None:
     with input_faults():
         world_size = settings.world_size(config.parallel, launched=launch.world_size)
         config, chosen = _complete(config, world_size, device)
-        ranks = settings.ranks(config.parallel, config.model.num_layers, world_size=world_size)
+        ranks = settings.ranks(config.stages(), world_size=world_size)
         config.batch_schedule(config.parallel.data_parallel_size(world_size))
     if settings.dry_run_device is None and device == "cpu" and backend == "auto":
         chosen += ["no GPU is here: add --dry-run-device cuda if the run will have GPUs"]
@@ -105,7 +104,7 @@ def explanation(config: RunConfig, notices: Sequence[str], world_size: int = 1) 
         report, times = explain(config, device, dp_size=dp_size), list[StepTime]()
         # Without a batch, one of as many micro-batches as the report has.
         samples = dp_size * own.micro_batch_size
-        batch_size = own.global_batch_size or samples * step_microbatches(config)
+        batch_size = own.global_batch_size or samples * report.num_microbatches
         for one in report.policies:
             training = replace(one.config.training, global_batch_size=batch_size)
             times.append(step_time(replace(one.config, training=training), hardware, num_ranks))

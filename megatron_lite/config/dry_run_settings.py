@@ -1,9 +1,11 @@
 """The settings of `--dry-run-memory`: which ranks of which world it measures."""
 
+from collections.abc import Sequence
+
 from megatron_lite.config.checks import parse_whole_number, quoted
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.setting import Settings, count, setting
-from megatron_lite.config.stages import stages_of_rank
+from megatron_lite.config.stages import Stage
 
 DEVICES = ("cpu", "cuda")
 DRY_RUN = "dry_run_memory"
@@ -68,8 +70,8 @@ class DryRunConfig(Settings):
             )
         return size
 
-    def ranks(self, parallel: ParallelConfig, num_layers: int, *, world_size: int) -> list[int]:
-        """Returns the global ranks to measure.
+    def ranks(self, stages: Sequence[Stage], *, world_size: int) -> list[int]:
+        """Returns the global ranks to measure. stages: those of the model.
 
         By default it is the first of each kind of pipeline rank, on tensor-, context- and
         data-parallel rank 0. Two pipeline ranks are of one kind if their stages have the same
@@ -85,12 +87,9 @@ class DryRunConfig(Settings):
             )
         if self.dry_run_ranks:
             return list(self.dry_run_ranks)
-        size = parallel.pipeline_model_parallel_size
-        kinds: dict[object, int] = {}
-        for pp_rank in range(size):
-            kind = tuple(
-                (stage.is_first, stage.is_last, stage.num_layers)
-                for stage in stages_of_rank(parallel, num_layers, pp_rank)
-            )
-            kinds.setdefault(kind, pp_rank)
-        return [pp_rank * (world_size // size) for pp_rank in kinds.values()]
+        size = len({stage.rank for stage in stages})
+        kinds = [
+            [(one.is_first, one.is_last, one.num_layers) for one in stages[rank::size]]
+            for rank in range(size)
+        ]
+        return [first * (world_size // size) for first in sorted({*map(kinds.index, kinds)})]

@@ -179,8 +179,7 @@ def _of_recompute(config: RunConfig, dp_size: int = 1) -> Iterator[str]:
     if recompute.recompute_granularity == "full" and (count or 1) > longest:
         yield f"--recompute-num-layers {count} is more than the {longest} layers of a stage"
     num_kept = recompute.num_microbatches_with_partial_activation_checkpoints
-    training = config.training
-    most = training.most_microbatches(dp_size) if training.global_batch_size else 1
+    most = config.training.most_microbatches(dp_size)
     if num_kept and num_kept >= config.most_in_flight(most):
         yield (
             f"--num-microbatches-with-partial-activation-checkpoints {num_kept} is not below the "

@@ -229,10 +229,6 @@ class ParallelConfig(Settings):
                 )
         return world_size // ranks
 
-    def shards(self, dp_cp_size: int) -> int:
-        """Returns over how many of `dp_cp_size` ranks ZeRO-1 and FSDP2 share out states."""
-        return dp_cp_size // self.num_distributed_optimizer_instances
-
 
 def exchange_of(kinds: str | tuple[str, ...], layer: int) -> str:
     """Returns the --cp-comm-type of a layer, which counts from 0 in the whole model."""
@@ -307,6 +303,11 @@ class DataParallelConfig(Settings):
         "gather token embedding and output projection by themselves, when needed",
         needs="use_torch_fsdp2",
     )
+
+    @property
+    def shares_out(self) -> bool:
+        """Tells whether each data-parallel rank holds a part of the states, not all."""
+        return self.use_distributed_optimizer or self.use_torch_fsdp2
 
     def bucket_size(self, dp_cp_size: int) -> int | None:
         """Returns the number of parameters of a bucket that is reduced over `dp_cp_size` ranks.

@@ -134,15 +134,19 @@ class Rule:
         return f"{stage}{','.join(map(str, self.layers))}:{self.action}{store}"
 
 
+KEEP_ALL = Rule(layers=(Layers(),), action=LayerAction())
+
+
 @dataclass(frozen=True)
 class Policy:
     """The rules of a policy in order. `str(policy)` is a text that parses to an equal policy."""
 
     rules: tuple[Rule, ...]
 
-    def rule_of(self, layer: int, stage: int = 0) -> Rule | None:
-        """Returns the rule that decides for the layer: the first that names it, or None."""
-        return next((rule for rule in self.rules if rule.names(layer, stage)), None)
+    def rule_of(self, layer: int, stage: int = 0) -> Rule:
+        """Returns the rule that decides for the layer: the first that names it, or one that keeps
+        everything."""
+        return next((rule for rule in self.rules if rule.names(layer, stage)), KEEP_ALL)
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.rules))

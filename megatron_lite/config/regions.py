@@ -85,11 +85,6 @@ def expanded(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(region for name in names for region in (POINTWISE if name == ALIAS else (name,)))
 
 
-def without_nested(regions: Collection[str]) -> frozenset[str]:
-    """Returns the regions without those whose parent is among them: it recomputes them anyway."""
-    return frozenset(region for region in regions if REGIONS[region].parent not in regions)
-
-
 def nested(regions: Collection[str]) -> list[tuple[str, str]]:
     """Returns (region, parent) for every region whose parent is among the regions."""
     return [
@@ -126,21 +121,11 @@ SAVED_WITH = {"attn_proj": "core_attn"}
 NORM_PARTS = ("attn_norm", "mlp_norm")
 
 
-def is_on_host(store: str) -> bool:
-    """Returns whether a store of a policy keeps anything in host memory."""
-    return store.endswith("host") or bool(parts_of(store))
-
-
 def parts_of(store: str) -> tuple[str, ...]:
     """Returns the parts of "host(attn_norm+core_attn)"; () for a store that names no parts."""
     if not store.startswith("host("):
         return ()
     return tuple(store.removeprefix("host(").removesuffix(")").split("+"))
-
-
-def modules_of(store: str) -> frozenset[str]:
-    """Returns the modules of the parts, by their names within the layer."""
-    return frozenset(PARTS[name] for name in parts_of(store))
 
 
 def store_of(parts: tuple[str, ...]) -> str:

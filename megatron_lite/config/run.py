@@ -32,7 +32,7 @@ from megatron_lite.config.policy import (
 )
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.setting import ContradictionError, check_relations, from_plain
-from megatron_lite.config.stages import Stage, most_in_flight, stages, stages_of_rank
+from megatron_lite.config.stages import Stage, most_in_flight, stages
 from megatron_lite.config.training import TrainingConfig
 
 DEFAULT_LOSS_TOKENS = 512
@@ -146,13 +146,18 @@ class RunConfig:
             num_chunks=len(self.stage_lengths()) // size,
         )
 
+    def shards(self, dp_cp_size: int) -> int:
+        """Returns over how many of `dp_cp_size` ranks states are shared out; 1: each holds all."""
+        instances = self.parallel.num_distributed_optimizer_instances
+        return dp_cp_size // instances if self.data_parallel.shares_out else 1
+
     def stages(self) -> tuple[Stage, ...]:
         """Returns all virtual stages, in the order of the model."""
         return stages(self.parallel, self.model.num_layers)
 
     def stages_of_rank(self, rank: int) -> tuple[Stage, ...]:
         """Returns the stages of one pipeline rank, in the order of the model."""
-        return stages_of_rank(self.parallel, self.model.num_layers, rank)
+        return tuple(stage for stage in self.stages() if stage.rank == rank)
 
     def stage_lengths(self) -> list[int]:
         """Returns the number of layers of each virtual stage, in the order of the model."""

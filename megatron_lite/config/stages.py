@@ -27,15 +27,12 @@ class Stage:
 
     number, count: the number of this stage in the model, from 0, and the number of all stages.
     rank: the pipeline rank that holds the stage.
-    chunk: the number of the stage among the model chunks of its rank, from 0. A model chunk is
-        the part of the model in one stage.
     first_layer: the number of its first layer in the whole model, from 0.
     """
 
     number: int
     count: int
     rank: int
-    chunk: int
     first_layer: int
     num_layers: int
 
@@ -52,7 +49,7 @@ class Stage:
 
 def whole_model(num_layers: int) -> Stage:
     """Returns the one stage of a run without a pipeline."""
-    return Stage(number=0, count=1, rank=0, chunk=0, first_layer=0, num_layers=num_layers)
+    return Stage(number=0, count=1, rank=0, first_layer=0, num_layers=num_layers)
 
 
 def stages(parallel: ParallelConfig, num_layers: int) -> tuple[Stage, ...]:
@@ -71,7 +68,6 @@ def stages(parallel: ParallelConfig, num_layers: int) -> tuple[Stage, ...]:
             number=number,
             count=len(lengths),
             rank=number % size,
-            chunk=number // size,
             first_layer=sum(lengths[:number]),
             num_layers=length,
         )
@@ -137,11 +133,6 @@ def _equal_lengths(parallel: ParallelConfig, num_layers: int) -> list[int]:
                 "--num-virtual-stages-per-pipeline-rank"
             )
     return [layers // num_chunks for layers in per_rank] * num_chunks
-
-
-def stages_of_rank(parallel: ParallelConfig, num_layers: int, rank: int) -> tuple[Stage, ...]:
-    """Returns the stages of one pipeline rank, in the order of the model."""
-    return tuple(stage for stage in stages(parallel, num_layers) if stage.rank == rank)
 
 
 def most_in_flight(*, size: int, rank: int, num_microbatches: int, num_chunks: int = 1) -> int:

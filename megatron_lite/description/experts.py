@@ -26,7 +26,7 @@ from megatron_lite.description.operations import (
     OperatorCall,
     Parameter,
 )
-from megatron_lite.description.sizes import Shape
+from megatron_lite.description.sizes import Sizes
 
 GROUPED = "aten._grouped_mm.default"
 INDEX_BYTES, COUNT_BYTES, END_BYTES = 8, 4, 4
@@ -36,52 +36,52 @@ RECEIVED = "rows received for each expert"
 EXPERTS_FC1, EXPERTS_FC2 = "experts_fc1", "experts_fc2"
 
 
-def choices(of: Shape) -> tuple[KeptTensor, ...]:
+def choices(of: Sizes) -> tuple[KeptTensor, ...]:
     """Returns what a replay may not choose again: every policy keeps it, on the device."""
-    model, sizes, experts = of.model, of.sizes, of.model.num_experts or 0
-    num_bytes = sizes.local_tokens * model.moe_router_topk * INDEX_BYTES
+    model, experts = of.model, of.model.num_experts or 0
+    num_bytes = of.local_tokens * model.moe_router_topk * INDEX_BYTES
     kept = [KeptTensor("chosen experts", num_bytes, stays=True)]
     for kind, _ in model.balance_losses:
-        columns = sizes.micro_batch_size if kind == "seq_aux_loss" else 1
+        columns = of.micro_batch_size if kind == "seq_aux_loss" else 1
         num_bytes = columns * experts * COUNT_BYTES
         kept.append(KeptTensor(f"tokens per expert for {kind}", num_bytes, stays=True))
-    if sizes.ep_size > 1 and not (sizes.gathers_tokens or model.moe_pad_expert_input_to_capacity):
+    if of.ep_size > 1 and not (of.gathers_tokens or model.moe_pad_expert_input_to_capacity):
         kept.append(KeptTensor(RECEIVED, experts * INDEX_BYTES, stays=True))
     return tuple(kept)
 
 
-def expert_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Operation]:
+def expert_operations(of: Sizes, normed: KeptTensor, layer: int) -> Iterator[Operation]:
     """Yields the router, the experts, and what stands between them.
 
     normed: the input of the layer's MLP. layer: its number in the whole model.
     """
-    model, sizes, last = of.model, of.sizes, not of.model.norms_after
+    model, last = of.model, not of.model.norms_after
     # what the ranks hold together that share each expert
-    shares_all = sizes.expert_tp_size in (0, sizes.tp_size)
-    shared = of if shares_all else Shape(sizes.shared_by(sizes.expert_tp_size))
-    tokens, whole = shared.sizes.tokens, shared.whole
+    shares_all = of.expert_tp_size in (0, of.tp_size)
+    shared = of if shares_all else of.shared_by(of.expert_tp_size)
+    tokens, whole = shared.tokens, shared.whole
     # the rows that the experts of this rank compute; those that no expert drops, and padding
     rows, sent = (
-        model.chosen_rows(sizes.local_tokens, imbalance) * (tokens // sizes.local_tokens)
-        for imbalance in (sizes.expert_imbalance, 1.0)
+        model.chosen_rows(of.local_tokens, imbalance) * (tokens // of.local_tokens)
+        for imbalance in (of.expert_imbalance, 1.0)
     )
-    if sizes.expert_rows:
-        rows, sent = sizes.expert_rows[layer - sizes.first_layer]
-    slots, own = model.moe_router_topk * tokens, (model.num_experts or 0) // sizes.ep_size
-    score = ROUTER_BYTES.get(model.moe_router_dtype or "", of.element)
-    sizes_of_row = {"rows": model.hidden_size * of.element, "weights": score}
+    if of.expert_rows:
+        rows, sent = of.expert_rows[layer - of.first_layer]
+    slots, own = model.moe_router_topk * tokens, (model.num_experts or 0) // of.ep_size
+    score = ROUTER_BYTES.get(model.moe_router_dtype or "", of.element_bytes)
+    sizes_of_row = {"rows": model.hidden_size * of.element_bytes, "weights": score}
     permuted = rows * sizes_of_row["rows"]
     width = model.expert_size // shared.tp_size
-    activated = KeptTensor("experts' activation output", rows * width * of.element)
+    activated = KeptTensor("experts' activation output", rows * width * of.element_bytes)
     intermediate = KeptTensor("experts' fc1 output", model.fc1_blocks * activated.num_bytes)
     row_weights = KeptTensor("row weights", rows * score)
     ends = KeptTensor("ends of the experts", own * END_BYTES)
-    spreads = sizes.ep_size > 1
-    moves, gathers = spreads and not sizes.gathers_tokens, spreads and sizes.gathers_tokens
+    spreads = of.ep_size > 1
+    moves, gathers = spreads and not of.gathers_tokens, spreads and of.gathers_tokens
 
     def over_experts(kind: str, num_bytes: int) -> tuple[Collective, ...]:
         """Returns the collective of a tensor of each expert-parallel rank that gathers tokens."""
-        return (Collective(kind, sizes.ep_size * num_bytes, over_experts=True),) * gathers
+        return (Collective(kind, of.ep_size * num_bytes, over_experts=True),) * gathers
 
     yield _router(of, normed, score, len(shared.gathers))
     if model.moe_shared_expert_intermediate_size is not None:
@@ -189,20 +189,20 @@ def expert_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Ope
     )
 
 
-def _router(of: Shape, normed: KeptTensor, score: int, gathers: int) -> Operation:
+def _router(of: Sizes, normed: KeptTensor, score: int, gathers: int) -> Operation:
     """Returns the choice of experts for each token, which every policy keeps.
 
     score: the bytes of a logit. gathers: whether the ranks that share an expert gather tokens.
     """
-    model, sizes, experts = of.model, of.sizes, of.model.num_experts or 0
-    logits = KeptTensor("router logits", sizes.local_tokens * experts * score)
+    model, experts = of.model, of.model.num_experts or 0
+    logits = KeptTensor("router logits", of.local_tokens * experts * score)
     noise = [KeptTensor("router noise", of.hidden)] * (model.moe_input_jitter_eps is not None)
-    bias = [Parameter("bias", (experts,), sizes.sequence_parallel)] * model.add_bias_linear
+    bias = [Parameter("bias", (experts,), of.sequence_parallel)] * model.add_bias_linear
     chosen = choices(of)
     read = tuple(one._replace(stays=False) for one in chosen if one.name != RECEIVED)
     # The sums of the tokens per expert over the ranks that split the tokens, and the exchange of
     # the counts of rows between expert-parallel ranks. No replay repeats them.
-    splits, counting = len(of.gathers) + (sizes.cp_size > 1), list[Collective]()
+    splits, counting = len(of.gathers) + (of.cp_size > 1), list[Collective]()
     for one in chosen[1:]:
         received = one.name == RECEIVED
         counting += [Collective(ALL_REDUCE, one.num_bytes)] * (gathers if received else splits)
@@ -217,14 +217,11 @@ def _router(of: Shape, normed: KeptTensor, score: int, gathers: int) -> Operatio
             OperatorCall(
                 "aten.addmm.default" if bias else "aten.mm.default",
                 (logits,),
-                (Matmul("router", sizes.local_tokens, experts, model.hidden_size),),
+                (Matmul("router", of.local_tokens, experts, model.hidden_size),),
             ),
             OperatorCall(collectives=tuple(counting), once=True),
         ),
-        parameters=(
-            Parameter("weight", (experts, model.hidden_size), sizes.sequence_parallel),
-            *bias,
-        ),
+        parameters=(Parameter("weight", (experts, model.hidden_size), of.sequence_parallel), *bias),
         moved=Moved(2 * logits.num_bytes, 4 * logits.num_bytes),
         temporary=of.hidden * (1 + len(noise)) + logits.num_bytes * 4,
     )
@@ -235,14 +232,14 @@ def _exchange(num_bytes: int) -> Collective:
     return Collective(ALL_TO_ALL, num_bytes, over_experts=True)
 
 
-def _shared_expert(of: Shape, normed: KeptTensor) -> Iterator[Operation]:
+def _shared_expert(of: Sizes, normed: KeptTensor) -> Iterator[Operation]:
     """Yields the MLP that reads every token, and its gate."""
-    model, sizes = of.model, of.sizes
+    model = of.model
     gated, regions = model.moe_shared_expert_gate, (MOE, SHARED_EXPERTS)
     if gated:
-        gate = KeptTensor("gate of the shared expert", sizes.local_tokens * of.element)
+        gate = KeptTensor("gate of the shared expert", of.local_tokens * of.element_bytes)
         logits = KeptTensor("gate's logits", gate.num_bytes)
-        product = Matmul("shared gate", sizes.local_tokens, 1, model.hidden_size)
+        product = Matmul("shared gate", of.local_tokens, 1, model.hidden_size)
         yield Operation(
             "shared_gate",
             "mlp.shared_experts",
@@ -250,7 +247,7 @@ def _shared_expert(of: Shape, normed: KeptTensor) -> Iterator[Operation]:
             regions,
             (normed,),
             calls=(OperatorCall("aten.mm.default", (logits,), (product,)),),
-            parameters=(Parameter("gate_weight", (1, model.hidden_size), sizes.sequence_parallel),),
+            parameters=(Parameter("gate_weight", (1, model.hidden_size), of.sequence_parallel),),
         )
     yield from dense_mlp(
         of,
@@ -270,7 +267,7 @@ def _shared_expert(of: Shape, normed: KeptTensor) -> Iterator[Operation]:
 
 
 def _grouped(
-    of: Shape,
+    of: Sizes,
     own: int,
     name: str,
     module: str,
@@ -283,14 +280,14 @@ def _grouped(
 ) -> Operation:
     """Returns a linear layer of all experts, of which the rank has so many of its own."""
     weight = Parameter("weight", (own, matmul.n, matmul.k), of_experts=True)
-    gradient = weight.num_elements * of.element
-    inputs = matmul.m * matmul.k * of.element
+    gradient = weight.num_elements * of.element_bytes
+    inputs = matmul.m * matmul.k * of.element_bytes
     bias, product = [], output
     rebuilds: tuple[Matmul, ...] = ()
     if of.model.add_bias_linear:
         bias = [Parameter("bias", (own, matmul.n), of_experts=True)]
         product = output._replace(name=f"{output.name} without bias")
-        columns = ROW_BYTES // of.element
+        columns = ROW_BYTES // of.element_bytes
         rebuilds = (Matmul("experts' bias", matmul.n, columns, matmul.m, k_groups=own),)
     return Operation(
         name,

@@ -2,6 +2,7 @@
 operations. Standard library only."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from megatron_lite.config.regions import UP_PROJECTION
@@ -17,15 +18,15 @@ from megatron_lite.description.operations import (
     Operation,
 )
 from megatron_lite.description.self_attention import core_attention, rotary_tables
-from megatron_lite.description.sizes import Shape
+from megatron_lite.description.sizes import Sizes
 
 # of the rotated part of queries: put in halves, multiplied by two tables, added and joined
 TURNS = 12
 
 
-def latent_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Operation]:
+def latent_operations(of: Sizes, normed: KeptTensor, layer: int) -> Iterator[Operation]:
     """Yields the operations before linear_proj of a layer. normed: its input."""
-    model, sizes, rank, kv_rank = of.model, of.sizes, of.model.q_lora_rank, of.model.kv_lora_rank
+    model, rank, kv_rank = of.model, of.model.q_lora_rank, of.model.kv_lora_rank
     query, key, value = (
         KeptTensor("rotated query", of.query),
         KeptTensor("rotated key", of.kv),
@@ -34,17 +35,17 @@ def latent_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Ope
     of_query, up = (of, normed), "linear_q_proj"
     if rank is not None:
         yield from _down(of, "q", normed, rank, rank)
-        of_query, up = (Shape(sizes, rank), _latent(of, "q", rank)), "linear_q_up_proj"
+        of_query, up = (replace(of, input_size=rank), _latent(of, "q", rank)), "linear_q_up_proj"
     whole = kv_rank + model.qk_pos_emb_head_dim
     yield from _down(of, "kv", normed, whole, kv_rank)
     # Without a norm the latent is a view of the whole.
     latent = _latent(of, "kv", kv_rank if model.qk_layernorm else whole)
-    of_both = Shape(sizes, kv_rank), latent
+    of_both = replace(of, input_size=kv_rank), latent
     rotated = KeptTensor(
-        "rotated part of the key", of.element * sizes.tokens * model.qk_pos_emb_head_dim
+        "rotated part of the key", of.element_bytes * of.tokens * model.qk_pos_emb_head_dim
     )
     # The part of the key that all heads share goes to the heads of every rank.
-    splits = sizes.sequence_parallel
+    splits = of.sequence_parallel
     gather, scatter, reduce = (
         Collective(kind, rotated.num_bytes) for kind in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
     )
@@ -61,7 +62,7 @@ def latent_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Ope
     # The gradient of the other output is held.
     yield second._replace(temporary=second.temporary + of.query)
     moved = 2 * of.query + 2 * of.kv - _of_rotated(of) + 2 * of.value
-    turned = 0 if sizes.compiled else TURNS * _of_rotated(of)
+    turned = 0 if of.compiled else TURNS * _of_rotated(of)
     yield Operation(
         "latent_heads",
         "self_attention",
@@ -73,23 +74,23 @@ def latent_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Ope
     yield core_attention(of, (query, key, value), layer)
 
 
-def _of_rotated(of: Shape) -> int:
+def _of_rotated(of: Sizes) -> int:
     return of.query * of.model.rotary_dim // of.model.head_dim
 
 
-def _latent(of: Shape, name: str, channels: int) -> KeptTensor:
+def _latent(of: Sizes, name: str, channels: int) -> KeptTensor:
     kind = "normed latent" if of.model.qk_layernorm else "latent"
-    return KeptTensor(f"{name} {kind}", of.sizes.local_tokens * channels * of.element)
+    return KeptTensor(f"{name} {kind}", of.local_tokens * channels * of.element_bytes)
 
 
 def _down(
-    of: Shape, name: str, normed: KeptTensor, channels: int, rank: int
+    of: Sizes, name: str, normed: KeptTensor, channels: int, rank: int
 ) -> Iterator[Operation]:
     """Yields a down projection, which every TP rank holds whole, and the norm of its latent."""
-    model, sizes, linear = of.model, of.sizes, f"linear_{name}_down_proj"
-    down = _linear(Shape(sizes.shared_by(1)), linear, channels, normed)
+    model, linear = of.model, f"linear_{name}_down_proj"
+    down = _linear(of.shared_by(1), linear, channels, normed)
     (weight,) = down.parameters
-    yield down._replace(parameters=(weight._replace(partial=sizes.sequence_parallel),))
+    yield down._replace(parameters=(weight._replace(partial=of.sequence_parallel),))
     if model.qk_layernorm:
         latent = _latent(of, name, rank)
         yield Operation(
@@ -97,7 +98,7 @@ def _down(
             "self_attention",
             (
                 _latent(of, f"{name} raw", channels),
-                norm_statistics(of, latent.name, sizes.local_tokens),
+                norm_statistics(of, latent.name, of.local_tokens),
                 *shifted_weight(of, latent.name, rank),
             ),
             parameters=norm_parameters(of, rank, f"{name}_layernorm."),
@@ -105,12 +106,12 @@ def _down(
         )
 
 
-def _up(of: Shape, keeps: KeptTensor, name: str, channels: int) -> Operation:
+def _up(of: Sizes, keeps: KeptTensor, name: str, channels: int) -> Operation:
     """Returns an up projection. channels: those of a head."""
     width = of.model.num_attention_heads * channels // of.tp_size
     return _linear(of, name, width, keeps, regions=(UP_PROJECTION,))
 
 
-def _linear(of: Shape, name: str, width: int, keeps: KeptTensor, **others: Any) -> Operation:
+def _linear(of: Sizes, name: str, width: int, keeps: KeptTensor, **others: Any) -> Operation:
     names = name, f"self_attention.{name}", name, f"{name} output"
     return column_linear(of, *names, width=width, bias=False, keeps=(keeps,), **others)

@@ -27,11 +27,11 @@ from megatron_lite.description.operations import (
     OperatorCall,
     Parameter,
 )
-from megatron_lite.description.sizes import Shape
+from megatron_lite.description.sizes import Sizes
 
 
 def column_linear(
-    of: Shape,
+    of: Sizes,
     name: str,
     module: str,
     matmul: str,
@@ -53,10 +53,9 @@ def column_linear(
     moved: the bytes that the kernels behind the matmul move.
     others: further fields of the operation.
     """
-    sizes, hidden = of.sizes, of.input_size
-    result = KeptTensor(output, sizes.tokens * width * of.element)
-    product = Matmul(matmul, sizes.tokens, width, hidden)
-    weight = Parameter("weight", (width, hidden))
+    result = KeptTensor(output, of.tokens * width * of.element_bytes)
+    product = Matmul(matmul, of.tokens, width, of.channels)
+    weight = Parameter("weight", (width, of.channels))
     return Operation(
         name,
         module,
@@ -75,7 +74,7 @@ def column_linear(
 
 
 def row_linear(
-    of: Shape,
+    of: Sizes,
     name: str,
     module: str,
     matmul: str,
@@ -96,18 +95,18 @@ def row_linear(
         stream, also in a model that neither changes nor drops what a branch adds.
     output_is_read: whether an operation keeps the output, so that no replay can leave it out.
     """
-    model, sizes = of.model, of.sizes
-    product = (Matmul(matmul, sizes.tokens, model.hidden_size, width),)
+    model = of.model
+    product = (Matmul(matmul, of.tokens, model.hidden_size, width),)
     several, last = of.tp_size > 1, not output_is_read
-    adds = bias and not (sizes.compiled and not model.changes_branches)
+    adds = bias and not (of.compiled and not model.changes_branches)
     # One rank adds the bias in the matmul (addmm). Several ranks add it after the sum, so that it
     # counts once: their matmul is an mm, and its partial result is a storage of its own.
     result = KeptTensor(f"{'partial ' * several}{name} output", of.whole)
     weight = Parameter("weight", (model.hidden_size, width))
-    vector = Parameter("bias", (model.hidden_size,), sizes.sequence_parallel)
-    inside = sizes.tokens * width * of.element + of.weight_gradient(weight)
+    vector = Parameter("bias", (model.hidden_size,), of.sequence_parallel)
+    inside = of.tokens * width * of.element_bytes + of.weight_gradient(weight)
     if of.gathers:
-        inside = of.whole + max(inside, sizes.gloo_copy(of.whole))
+        inside = of.whole + max(inside, of.gloo_copy(of.whole))
     changes = model.changes_branches or model.hidden_dropout > 0.0 or of.widened
     return Operation(
         name,
@@ -129,7 +128,7 @@ def _linear(bias: bool) -> str:
 
 
 def dense_mlp(
-    of: Shape,
+    of: Sizes,
     normed: KeptTensor,
     *,
     ffn_size: int,
@@ -145,14 +144,14 @@ def dense_mlp(
     normed: its input. name: how the names of its operations begin. activation: the region of its
     activation. enters: whether the last of the regions begins with it.
     """
-    model, sizes = of.model, of.sizes
+    model = of.model
     prefix = "" if name == "linear" else f"{name} "
     fc2_width = ffn_size // of.tp_size
     fc1_width = model.fc1_blocks * fc2_width
-    intermediate = KeptTensor(f"{prefix}fc1 output", sizes.tokens * fc1_width * of.element)
-    activated = KeptTensor(f"{prefix}activation output", sizes.tokens * fc2_width * of.element)
+    intermediate = KeptTensor(f"{prefix}fc1 output", of.tokens * fc1_width * of.element_bytes)
+    activated = KeptTensor(f"{prefix}activation output", of.tokens * fc2_width * of.element_bytes)
     facts = ACTIVATIONS[model.activation]
-    forward, backward = facts.fused if sizes.compiled else facts.moved
+    forward, backward = facts.fused if of.compiled else facts.moved
     yield column_linear(
         of,
         f"{name}_fc1",
@@ -161,7 +160,7 @@ def dense_mlp(
         intermediate.name,
         width=fc1_width,
         bias=model.add_bias_linear,
-        skips_bias=sizes.compiled,
+        skips_bias=of.compiled,
         keeps=(normed,),
         regions=regions,
         enters=(normed,) * enters,
@@ -189,17 +188,17 @@ def dense_mlp(
     )
 
 
-def _activation_temporary(of: Shape, inside: int, output: int) -> int:
+def _activation_temporary(of: Sizes, inside: int, output: int) -> int:
     """Returns the number of an MLP's activation. inside, output: the bytes of input and output."""
     model = of.model
-    if of.sizes.compiled:
+    if of.compiled:
         # One kernel, which has no tensor inside. The compiler for a CPU keeps a sigmoid that two
         # halves of a result need, in float32.
-        if model.fc1_blocks == 2 and of.sizes.device == "cpu":
+        if model.fc1_blocks == 2 and of.device == "cpu":
             inside += of.wide(output)
-    elif model.activation == "gelu" and model.bias_gelu_fusion and of.sizes.device == "cpu":
+    elif model.activation == "gelu" and model.bias_gelu_fusion and of.device == "cpu":
         # The forward computes in float32: a 16-bit input and the result are cast.
-        inside = max(inside, 2 * of.wide(output) * of.sizes.is_rounded)
+        inside = max(inside, 2 * of.wide(output) * of.is_rounded)
     elif model.fc1_blocks == 2:
         inside += 2 * output  # backward holds silu(gate) and two gradients of that size
     return inside + output

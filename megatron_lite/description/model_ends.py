@@ -17,40 +17,40 @@ from megatron_lite.description.operations import (
     OperatorCall,
     Parameter,
 )
-from megatron_lite.description.sizes import Shape, Sizes
+from megatron_lite.description.sizes import Sizes
 
 LOSS_ROWS = 4  # float32 numbers of each token: factors of its gradient, loss and statistics
 
 
-def embedding_operations(sizes: Sizes) -> tuple[Operation, ...]:
+def embedding_operations(of: Sizes) -> tuple[Operation, ...]:
     """Returns the embedding of a first stage; nothing for another stage.
 
     Each tensor-parallel rank looks up the ids of its own rows of the vocabulary. A collective sums
     the results: an all-reduce, or a reduce-scatter under sequence parallelism.
     """
-    if not sizes.has_embedding:
+    if not of.has_embedding:
         return ()
-    of, model, ids = Shape(sizes), sizes.model, ID_BYTES * sizes.tokens
+    model, ids = of.model, ID_BYTES * of.tokens
     keeps = [KeptTensor("token ids", ids, given=True)]
     if of.tp_size > 1:
-        keeps.append(KeptTensor("which ids are elsewhere", sizes.tokens))
-    tied = not model.untie_embeddings_and_output_weights and not sizes.has_head
+        keeps.append(KeptTensor("which ids are elsewhere", of.tokens))
+    tied = not model.untie_embeddings_and_output_weights and not of.has_head
     words = Parameter("word_embeddings.weight", _words(of), tied=tied)
-    parameters, table = [words], words.num_elements * of.element
+    parameters, table = [words], words.num_elements * of.element_bytes
     # The rows of the tokens are copied. Backward fills a gradient of the whole table with zeros and
     # adds the rows to it.
     moved = Moved(2 * of.whole, table + 3 * of.whole)
     moved += (2 * of.whole * (model.embedding_multiplier != 1.0),) * 2
     if model.learns_positions:
         shape = model.max_position_embeddings, model.hidden_size
-        positions = Parameter("position_embeddings.weight", shape, sizes.sequence_parallel)
+        positions = Parameter("position_embeddings.weight", shape, of.sequence_parallel)
         parameters.append(positions)
         moved += (3 * of.whole, 0)
-        if sizes.resets_positions:  # a second look-up, in place of a slice
+        if of.resets_positions:  # a second look-up, in place of a slice
             keeps.append(KeptTensor("position ids", ids, given=True))
-            moved += (2 * of.whole, positions.num_elements * of.element + 3 * of.whole)
+            moved += (2 * of.whole, positions.num_elements * of.element_bytes + 3 * of.whole)
     if model.hidden_dropout > 0.0:
-        keeps.append(KeptTensor("embedding dropout mask", of.hidden // of.element))
+        keeps.append(KeptTensor("embedding dropout mask", of.hidden // of.element_bytes))
         moved += (2 * of.whole, 2 * of.whole)
     return (
         Operation(
@@ -66,26 +66,26 @@ def embedding_operations(sizes: Sizes) -> tuple[Operation, ...]:
     )
 
 
-def head_operations(sizes: Sizes) -> tuple[Operation, ...]:
+def head_operations(of: Sizes) -> tuple[Operation, ...]:
     """Returns the final norm, the output projection and the loss of a last stage; else nothing.
 
     With several tensor-parallel ranks the loss issues two all-reduces. The first takes the maximum
     of the logits; the second sums the label's logit and the exponentials, two numbers per token.
     """
-    if not sizes.has_head:
+    if not of.has_head:
         return ()
-    of, model = Shape(sizes), sizes.model
-    columns = sizes.padded_vocab_size // of.tp_size
+    model = of.model
+    columns = of.padded_vocab_size // of.tp_size
     weight = Parameter("weight", _words(of))
-    logits = KeptTensor("logits", sizes.tokens * columns * of.element)
-    product = (Matmul("logits", sizes.tokens, columns, model.hidden_size),)
+    logits = KeptTensor("logits", of.tokens * columns * of.element_bytes)
+    product = (Matmul("logits", of.tokens, columns, model.hidden_size),)
     # With loss chunks no logits are kept. In two passes backward of the output layer runs the
     # projection again. In one pass forward computes all gradients, and keeps that of its input.
-    one_pass, chunk = sizes.loss_in_one_pass, sizes.loss_chunk_size
+    one_pass, chunk = of.loss_in_one_pass, of.loss_chunk_size
     # One step for all tokens, or for each chunk in one pass, which sums its statistics apart.
-    steps = range(0, sizes.tokens, (one_pass and chunk) or sizes.tokens)
+    steps = range(0, of.tokens, (one_pass and chunk) or of.tokens)
     sums = tuple(
-        Collective(ALL_REDUCE, factor * sizes.accumulate_bytes * min(steps.step, sizes.tokens - at))
+        Collective(ALL_REDUCE, factor * of.accumulate_bytes * min(steps.step, of.tokens - at))
         for at in steps
         for factor in (1, 2)
         if of.tp_size > 1
@@ -101,10 +101,10 @@ def head_operations(sizes: Sizes) -> tuple[Operation, ...]:
         # A tied model multiplies by the embedding's weight. A last stage without the embedding
         # holds a copy of that weight.
         copy = weight._replace(name="embedding.word_embeddings.weight", tied=True)
-        weights = () if sizes.has_embedding else (copy,)
+        weights = () if of.has_embedding else (copy,)
     keeps = [
-        KeptTensor("labels", ID_BYTES * sizes.tokens),
-        KeptTensor("which labels are here", sizes.tokens),
+        KeptTensor("labels", ID_BYTES * of.tokens),
+        KeptTensor("which labels are here", of.tokens),
         KeptTensor("share of the softmax", of.row),
     ]
     if chunk is None:
@@ -116,9 +116,9 @@ def head_operations(sizes: Sizes) -> tuple[Operation, ...]:
         # The input is gathered once, so only the sum of its gradient is left of the collectives of
         # backward.
         sums, moved, keeps = sums + of.reduces, Moved(sum(moved), 0), []
-    if sizes.masks_loss:
+    if of.masks_loss:
         # float32: the trainer multiplies the losses by it
-        keeps.append(KeptTensor("loss mask", 4 * sizes.tokens, given=True))
+        keeps.append(KeptTensor("loss mask", 4 * of.tokens, given=True))
     return (
         Operation(
             "final_layernorm",
@@ -151,80 +151,79 @@ def head_operations(sizes: Sizes) -> tuple[Operation, ...]:
     )
 
 
-def loss_blocks(of: Shape, tokens: int, columns: int) -> int:
+def loss_blocks(of: Sizes, tokens: int, columns: int) -> int:
     """Returns the bytes with which the loss computes the softmax of some rows of its logits.
 
     torch casts bfloat16 rows to float32 before its softmax, on every device. It casts float16 rows
     on a CPU only. Rows that are a slice of padded columns are copied, unless they are cast. One
     compiled kernel for all rows has none of these. A cap takes the tanh of the rows too.
     """
-    sizes, caps = of.sizes, of.model.final_logit_softcapping is not None
-    if sizes.compiled:
+    caps = of.model.final_logit_softcapping is not None
+    if of.compiled:
         return 0
-    rows = min(tokens, rows_at_a_time(tokens, columns, sizes.device))
-    softmax = rows * columns * sizes.accumulate_bytes
-    if caps or (sizes.is_rounded and (not sizes.is_float16 or sizes.device == "cpu")):
+    rows = min(tokens, rows_at_a_time(tokens, columns, of.device))
+    softmax = rows * columns * of.accumulate_bytes
+    if caps or (of.is_rounded and (not of.is_float16 or of.device == "cpu")):
         return 2 * softmax
-    return softmax + rows * columns * sizes.element_bytes * sizes.has_padding
+    return softmax + rows * columns * of.element_bytes * of.has_padding
 
 
-def _loss_temporary(of: Shape, columns: int) -> int:
+def _loss_temporary(of: Sizes, columns: int) -> int:
     """Returns the number of the loss, in forward and in backward.
 
     The gradient takes the place of the logits, which are kept. Those of a chunk are not.
     columns: the columns of the logits on one rank.
     """
-    tokens, chunks = _chunk(of.sizes), of.sizes.loss_chunk_size is not None
-    logits = tokens * columns * of.element * chunks
+    tokens, chunks = _chunk(of), of.loss_chunk_size is not None
+    logits = tokens * columns * of.element_bytes * chunks
     return logits + loss_blocks(of, tokens, columns) + LOSS_ROWS * of.row
 
 
-def _chunked_temporary(of: Shape, columns: int) -> int:
+def _chunked_temporary(of: Sizes, columns: int) -> int:
     """Returns the number of the output projection with the loss, one chunk of tokens at a time."""
-    sizes, hidden = of.sizes, of.model.hidden_size
+    hidden = of.model.hidden_size
     total = cast = gathered = scattered = 0
-    if not sizes.adds_by_itself:
+    if not of.adds_by_itself:
         # The gradient is summed over the chunks in float32, and cast when it is complete.
-        total = columns * hidden * sizes.accumulate_bytes
-        cast = columns * hidden * of.element * sizes.is_rounded
+        total = columns * hidden * of.accumulate_bytes
+        cast = columns * hidden * of.element_bytes * of.is_rounded
     if of.gathers:
-        gathered, scattered = of.whole, of.hidden + sizes.gloo_copy(of.whole)
+        gathered, scattered = of.whole, of.hidden + of.gloo_copy(of.whole)
     product = of.weight_rows(columns, hidden, True)
-    blocks = loss_blocks(of, _chunk(sizes), columns)
+    blocks = loss_blocks(of, _chunk(of), columns)
     inside = _loss_temporary(of, columns) + max(0, scattered + product - blocks)
     return of.whole + gathered + total + max(inside, cast)
 
 
-def _embedding_temporary(of: Shape, num_words: int) -> int:
+def _embedding_temporary(of: Sizes, num_words: int) -> int:
     """Returns the number of the embedding. num_words: the elements of the table of the tokens.
 
     A lookup on a CPU adds the rows of the tokens to a float32 sum of gradients, cast to it. Any
     other one makes a gradient of the table's size.
     """
-    sizes = of.sizes
     # The gradient of the rows that were looked up is that of the residual stream, or another one.
     scaled = of.model.embedding_multiplier != 1.0
     own = of.tp_size > 1 or of.model.hidden_dropout or of.widened or scaled
     rows = of.whole if own else 0
-    if sizes.adds_by_itself and sizes.device == "cpu" and not sizes.narrow_sums:
-        return rows + of.wide(of.whole) * sizes.is_rounded
+    if of.adds_by_itself and of.device == "cpu" and not of.narrow_sums:
+        return rows + of.wide(of.whole) * of.is_rounded
     # Autograd casts the gradient. It adds that of the head to it, in place if it can.
-    casts = sizes.sums_gradients and sizes.casts_gradients and not sizes.adds_by_itself
-    is_view = of.tp_size == 1 and sizes.loss_chunk_size is None and not casts
+    casts = of.sums_gradients and of.casts_gradients and not of.adds_by_itself
+    is_view = of.tp_size == 1 and of.loss_chunk_size is None and not casts
     copied = waits_for_lookup(of) and is_view
-    return rows + num_words * ((1 + copied) * of.element + sizes.accumulate_bytes * casts)
+    return rows + num_words * ((1 + copied) * of.element_bytes + of.accumulate_bytes * casts)
 
 
-def waits_for_lookup(of: Shape) -> bool:
+def waits_for_lookup(of: Sizes) -> bool:
     """Returns whether the head's gradient of a tied weight waits for that of the embedding."""
     tied = not of.model.untie_embeddings_and_output_weights
-    return of.sizes.has_embedding and of.sizes.has_head and tied and not of.sizes.adds_by_itself
+    return of.has_embedding and of.has_head and tied and not of.adds_by_itself
 
 
-def _chunk(sizes: Sizes) -> int:
+def _chunk(of: Sizes) -> int:
     """Returns the tokens that have logits at a time."""
-    return min(sizes.loss_chunk_size or sizes.tokens, sizes.tokens)
+    return min(of.loss_chunk_size or of.tokens, of.tokens)
 
 
-def _words(of: Shape) -> tuple[int, int]:
-    return of.sizes.padded_vocab_size // of.tp_size, of.model.hidden_size
+def _words(of: Sizes) -> tuple[int, int]:
+    return of.padded_vocab_size // of.tp_size, of.model.hidden_size

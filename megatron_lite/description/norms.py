@@ -18,7 +18,7 @@ from megatron_lite.description.operations import (
     OperatorCall,
     Parameter,
 )
-from megatron_lite.description.sizes import Shape
+from megatron_lite.description.sizes import Sizes
 
 ATTENTION_DROPOUT, MLP_DROPOUT = "attention dropout", "mlp dropout"
 # the numbers that a norm keeps for each row
@@ -26,10 +26,10 @@ STATISTICS = {"LayerNorm": 2, "RMSNorm": 1, "BiaslessLayerNorm": 2}
 
 
 def norm_before(
-    of: Shape, name: str, residual: KeptTensor, output: str, statistics: str
+    of: Sizes, name: str, residual: KeptTensor, output: str, statistics: str
 ) -> Operation:
     """Returns the norm at the beginning of a branch."""
-    adds = of.sizes.compiled and not (of.widened or of.model.parallel_residual)
+    adds = of.compiled and not (of.widened or of.model.parallel_residual)
     return Operation(
         name,
         name,
@@ -44,7 +44,7 @@ def norm_before(
     )
 
 
-def norm_after(of: Shape, name: str, linear: str, regions: tuple[str, ...] = ()) -> Operation:
+def norm_after(of: Sizes, name: str, linear: str, regions: tuple[str, ...] = ()) -> Operation:
     """Returns the norm at the end of a branch. It keeps the output of the branch's last matmul.
 
     linear: the name of that row-parallel linear layer.
@@ -63,7 +63,7 @@ def norm_after(of: Shape, name: str, linear: str, regions: tuple[str, ...] = ())
     )
 
 
-def add_branch(of: Shape, name: str) -> Operation:
+def add_branch(of: Sizes, name: str) -> Operation:
     """Returns the dropout of a branch and its addition to the residual.
 
     It keeps a mask of one byte per element, unless the probability is 0.
@@ -74,8 +74,8 @@ def add_branch(of: Shape, name: str) -> Operation:
         # The gradient of the sum is the gradient of both terms. A 16-bit branch gets a cast of it.
         moved = Moved(2 * added + of.hidden, (added + of.hidden) * of.widened)
         return Operation(name, "", regions=(DROPOUT,), moved=moved + scales)
-    mask = KeptTensor(f"{name} mask", of.hidden // of.element)
-    state = KeptTensor(f"RNG state of the {mask.name}", of.sizes.stream_state_bytes, stays=True)
+    mask = KeptTensor(f"{name} mask", of.hidden // of.element_bytes)
+    state = KeptTensor(f"RNG state of the {mask.name}", of.stream_state_bytes, stays=True)
     return Operation(
         name,
         "",
@@ -86,7 +86,7 @@ def add_branch(of: Shape, name: str) -> Operation:
     )
 
 
-def query_key_norms(of: Shape, raw: tuple[KeptTensor, ...]) -> Operation:
+def query_key_norms(of: Sizes, raw: tuple[KeptTensor, ...]) -> Operation:
     """Returns the norms of query and key.
 
     raw: the tensors that they keep of their inputs.
@@ -95,13 +95,13 @@ def query_key_norms(of: Shape, raw: tuple[KeptTensor, ...]) -> Operation:
     calls: tuple[OperatorCall, ...] = ()
     if model.norms_all_heads:
         # One scale for each token and norm, and the weights of this rank's heads.
-        rows, moved = 2 * of.sizes.tokens, Moved(3 * both, 5 * both)
+        rows, moved = 2 * of.tokens, Moved(3 * both, 5 * both)
         heads = model.num_attention_heads // of.tp_size, model.query_groups // of.tp_size
         if of.tp_size > 1:
             total = Collective(ALL_REDUCE, of.row)
             calls = tuple(total.call(f"sum of squares of the {name}") for name in names)
     else:
-        rows, moved = both // of.element // model.head_dim, Moved(2 * both, 3 * both)
+        rows, moved = both // of.element_bytes // model.head_dim, Moved(2 * both, 3 * both)
         heads = 1, 1
     widths = [number * model.head_dim for number in heads]
     shifted = (
@@ -126,7 +126,7 @@ def query_key_norms(of: Shape, raw: tuple[KeptTensor, ...]) -> Operation:
     )
 
 
-def norm_statistics(of: Shape, name: str, rows: int, *, wide: bool = False) -> KeptTensor:
+def norm_statistics(of: Sizes, name: str, rows: int, *, wide: bool = False) -> KeptTensor:
     """Returns the statistics that a norm of `rows` rows keeps for backward.
 
     LayerNorm keeps the mean and the reciprocal deviation of each row, RMSNorm the reciprocal root
@@ -135,35 +135,34 @@ def norm_statistics(of: Shape, name: str, rows: int, *, wide: bool = False) -> K
 
     wide: whether the rows are in float32.
     """
-    sizes, model = of.sizes, of.model
+    model = of.model
     in_rows_dtype = (
-        model.normalization != "RMSNorm" and sizes.device == "cpu" and not (sizes.compiled or wide)
+        model.normalization != "RMSNorm" and of.device == "cpu" and not (of.compiled or wide)
     )
     numbers = rows * STATISTICS[model.normalization]
-    num_bytes = numbers * (of.element if in_rows_dtype else sizes.accumulate_bytes)
+    num_bytes = numbers * (of.element_bytes if in_rows_dtype else of.accumulate_bytes)
     return KeptTensor(f"{name} statistics", num_bytes)
 
 
-def norm_keeps(of: Shape, name: str) -> tuple[KeptTensor, ...]:
+def norm_keeps(of: Sizes, name: str) -> tuple[KeptTensor, ...]:
     """Returns the tensors that a norm of [s', b, h] keeps besides its input."""
-    model, sizes = of.model, of.sizes
-    statistics = norm_statistics(of, name, sizes.local_tokens, wide=of.widened)
+    statistics = norm_statistics(of, name, of.local_tokens, wide=of.widened)
     if not of.widened:
-        return statistics, *shifted_weight(of, name, model.hidden_size)
+        return statistics, *shifted_weight(of, name, of.model.hidden_size)
     # A norm of a wider residual stream keeps a cast of its weight.
-    vector = model.hidden_size * sizes.accumulate_bytes
+    vector = of.model.hidden_size * of.accumulate_bytes
     return statistics, KeptTensor(f"{name} weight in float32", vector)
 
 
-def shifted_weight(of: Shape, name: str, width: int) -> tuple[KeptTensor, ...]:
+def shifted_weight(of: Sizes, name: str, width: int) -> tuple[KeptTensor, ...]:
     """Returns 1 + weight, which a norm keeps under --apply-layernorm-1p, or nothing."""
     if not of.model.apply_layernorm_1p:
         return ()
-    return (KeptTensor(f"{name} weight plus 1", width * of.element),)
+    return (KeptTensor(f"{name} weight plus 1", width * of.element_bytes),)
 
 
 def norm_parameters(
-    of: Shape, width: int | None = None, prefix: str = "", *, partial: bool | None = None
+    of: Sizes, width: int | None = None, prefix: str = "", *, partial: bool | None = None
 ) -> tuple[Parameter, ...]:
     """Returns the weight of a norm and, for LayerNorm, the bias.
 
@@ -172,7 +171,7 @@ def norm_parameters(
         sequence parallelism.
     """
     width = of.model.hidden_size if width is None else width
-    partial = of.sizes.sequence_parallel if partial is None else partial
+    partial = of.sequence_parallel if partial is None else partial
     return tuple(
         Parameter(f"{prefix}{name}", (width,), partial)
         for name in ("weight", "bias")[: of.model.norm_vectors]

@@ -30,7 +30,7 @@ from megatron_lite.description.operations import (
     Operation,
     OperatorCall,
 )
-from megatron_lite.description.sizes import Shape
+from megatron_lite.description.sizes import Sizes
 
 CORE = "core_attention"
 # The bytes in which CUDA's kernels keep the place of their random numbers, also without dropout.
@@ -40,21 +40,21 @@ CONTEXT_PARALLEL_ATTENTION = "megatron_lite.context_parallel_attention.default"
 Tensors = tuple[KeptTensor, ...]
 
 
-def attention_output(of: Shape) -> KeptTensor:
+def attention_output(of: Sizes) -> KeptTensor:
     """Returns the tensor that core attention returns and linear_proj saves."""
-    return KeptTensor("attention output" + " of own tokens" * of.sizes.exchanges_heads, of.attended)
+    return KeptTensor("attention output" + " of own tokens" * of.exchanges_heads, of.attended)
 
 
-def attention_operations(of: Shape, layer: int) -> Iterator[Operation]:
+def attention_operations(of: Sizes, layer: int) -> Iterator[Operation]:
     """Yields the operations between linear_qkv and linear_proj of a layer.
 
     layer: the number of the layer in the whole model, counted from 0.
     """
-    model, sizes = of.model, of.sizes
+    model = of.model
     grouped = model.query_groups < model.num_attention_heads
     # In these cases the norms keep contiguous copies of query and key. Otherwise they keep views of
     # linear_qkv's output, which is one storage.
-    by_head = sizes.compiled and not model.norms_all_heads
+    by_head = of.compiled and not model.norms_all_heads
     apart = grouped and not by_head
     rotary, normed = model.layer_rotates(layer), model.qk_layernorm
     yield Operation("split_heads", "self_attention")
@@ -65,12 +65,12 @@ def attention_operations(of: Shape, layer: int) -> Iterator[Operation]:
         # x cos + rotate_half(x) sin takes five kernels for the query and five for the key. A
         # compiled norm rotates too, and without norms one kernel splits and rotates.
         both = (of.query + of.kv) * (not (normed and by_head))
-        both += of.kv * (sizes.compiled and not normed)
+        both += of.kv * (of.compiled and not normed)
         yield Operation(
             "rotary",
             "self_attention",
             (rotary_tables(of, "local " * model.layer_is_local(layer)),),
-            moved=Moved(2 * both, 2 * both) if sizes.compiled else Moved(10 * both, 12 * both),
+            moved=Moved(2 * both, 2 * both) if of.compiled else Moved(10 * both, 12 * both),
         )
     # Without rotation, norm and groups, core attention saves views of linear_qkv's output.
     inputs: Tensors = (whole,)
@@ -81,19 +81,19 @@ def attention_operations(of: Shape, layer: int) -> Iterator[Operation]:
     yield core_attention(of, inputs, layer)
 
 
-def rotary_tables(of: Shape, kind: str = "") -> KeptTensor:
+def rotary_tables(of: Sizes, kind: str = "") -> KeptTensor:
     """Returns the constant tables that all layers save."""
-    num_bytes = 2 * of.sizes.own_seq_length * of.model.rotary_dim * of.element
+    num_bytes = 2 * of.own_seq_length * of.model.rotary_dim * of.element_bytes
     return KeptTensor(f"{kind}rotary tables", num_bytes, stays=True, shared=True)
 
 
-def core_attention(of: Shape, inputs: Tensors, layer: int) -> Operation:
+def core_attention(of: Sizes, inputs: Tensors, layer: int) -> Operation:
     """Returns attention itself. inputs: query, key and value."""
-    model, sizes = of.model, of.sizes
-    if sizes.exchanges_heads:
+    model = of.model
+    if of.exchanges_heads:
         # attention of one rank, with the heads of more tensor-parallel ranks, and the exchanges
         # around it (model/dispatch.py)
-        alone = Shape(replace(sizes, tp_size=sizes.tp_size * sizes.cp_size, cp_size=1))
+        alone = replace(of, tp_size=of.tp_size * of.cp_size, cp_size=1)
         received = (*_heads(of, "exchanged "), KeptTensor("exchanged value", of.value))
         core = core_attention(alone, received, layer)
         moved = dict(query=of.query, key=of.kv, value=of.value, output=of.attended)
@@ -107,16 +107,16 @@ def core_attention(of: Shape, inputs: Tensors, layer: int) -> Operation:
             backward=tuple(sent.values()),
             temporary=core.temporary + 2 * of.query,
         )
-    if model.builds_scores(sizes.device):
+    if model.builds_scores(of.device):
         return _unfused(of, inputs)
-    return _flash(of, inputs, windowed=model.layer_reach(layer, sizes.seq_length) is not None)
+    return _flash(of, inputs, windowed=model.layer_reach(layer, of.seq_length) is not None)
 
 
-def _heads(of: Shape, prefix: str = "") -> Tensors:
+def _heads(of: Sizes, prefix: str = "") -> Tensors:
     return KeptTensor(f"{prefix}query", of.query), KeptTensor(f"{prefix}key", of.kv)
 
 
-def _flash(of: Shape, inputs: Tensors, *, windowed: bool) -> Operation:
+def _flash(of: Sizes, inputs: Tensors, *, windowed: bool) -> Operation:
     """Returns core attention by a flash kernel.
 
     The kernel keeps its inputs, its output and one number per row: the log of the row's sum of
@@ -124,15 +124,15 @@ def _flash(of: Shape, inputs: Tensors, *, windowed: bool) -> Operation:
     keeps the same tensors (model/attention.py). The exception is a mask with dropout on CUDA:
     torch's own function keeps the mask.
     """
-    sizes, drops = of.sizes, of.model.attention_dropout > 0.0
+    drops = of.model.attention_dropout > 0.0
     attended = attention_output(of)
-    rows = of.query // of.element // of.model.head_dim
-    log_sum_exp = KeptTensor("log-sum-exp", rows * sizes.accumulate_bytes)
-    on_cpu, is_wide = sizes.device == "cpu", sizes.element_bytes > 2
+    rows = of.query // of.element_bytes // of.model.head_dim
+    log_sum_exp = KeptTensor("log-sum-exp", rows * of.accumulate_bytes)
+    on_cpu, is_wide = of.device == "cpu", of.element_bytes > 2
     # FlashAttention knows windows. Other kernels, and torch's own function, get a mask.
-    packed = sizes.resets_attention
+    packed = of.resets_attention
     masked = (windowed and (on_cpu or is_wide or drops)) or (packed and drops)
-    alone, is_flash = sizes.cp_size == 1, of.model.attention_backend == "flash" and not on_cpu
+    alone, is_flash = of.cp_size == 1, of.model.attention_backend == "flash" and not on_cpu
     # Without dropout our own Functions run these; torch's own function has no groups in float32.
     # Heads of values that are smaller are padded, and the result is cut.
     grouped, pads = of.query != of.kv, of.value != of.kv
@@ -157,9 +157,9 @@ def _flash(of: Shape, inputs: Tensors, *, windowed: bool) -> Operation:
         (scores, context._replace(n=of.model.head_dim)),
         forward,
     )
-    in_flash = (is_flash or sizes.deterministic) and not (masked or is_wide)
-    built = 2 * sizes.own_seq_length * sizes.seq_length * of.element  # the mask, once more
-    pieces, size = 0, sizes.micro_batch_size
+    in_flash = (is_flash or of.deterministic) and not (masked or is_wide)
+    built = 2 * of.own_seq_length * of.seq_length * of.element_bytes  # the mask, once more
+    pieces, size = 0, of.micro_batch_size
     if packed and (on_cpu or is_wide):  # the gradients of a document, at most of a whole sample
         pieces = (of.query + 2 * of.kv) // size
     elif packed and size > 1:  # copies in the order of the samples
@@ -168,9 +168,9 @@ def _flash(of: Shape, inputs: Tensors, *, windowed: bool) -> Operation:
     states = (state,) * (not on_cpu and alone and (drops or not ours))
     mask: Tensors = ()
     if masked and drops:
-        samples = sizes.micro_batch_size if packed else 1
+        samples = of.micro_batch_size if packed else 1
         name = "document mask" if packed else "window mask"
-        mask = (KeptTensor(name, samples * sizes.seq_length**2 * of.element),)
+        mask = (KeptTensor(name, samples * of.seq_length**2 * of.element_bytes),)
     return Operation(
         CORE,
         "self_attention.core_attention",
@@ -184,48 +184,48 @@ def _flash(of: Shape, inputs: Tensors, *, windowed: bool) -> Operation:
     )
 
 
-def _flash_temporary(of: Shape) -> int:
+def _flash_temporary(of: Sizes) -> int:
     """Returns the bytes of the gradients of the output, query, key and value.
 
     Over context-parallel ranks (context_parallel/sharded_attention.py) keys, values and the sum of
     their gradients travel besides.
     """
-    query, part, ranks = of.query, 2 * of.kv, of.sizes.cp_size
+    query, part, ranks = of.query, 2 * of.kv, of.cp_size
     # the gradient of the output, before it is padded as value and output are
     smaller = of.attended + 2 * query if of.value != of.kv else 0
     if ranks == 1:
         return 2 * query + part + smaller
     gradients, second = query + part + smaller, max(query + part // 2, query // 2 + part)
-    if of.sizes.cp_comm_type == "p2p":
+    if of.cp_comm_type == "p2p":
         # The ring holds a part, the one that arrives and, beyond two ranks, the next one. Two parts
         # of gradients travel.
         held = (min(ranks - 1, 2) + 2) * part
         return gradients + of.wide(query) + held + second + max(gradients, part)
     whole = ranks * part
-    copy = of.sizes.gloo_copy(whole)
+    copy = of.gloo_copy(whole)
     most = max(gradients + max(copy, second), second + part + copy)
     return gradients + of.wide(query) + 2 * whole + most
 
 
-def _unfused(of: Shape, inputs: Tensors) -> Operation:
+def _unfused(of: Sizes, inputs: Tensors) -> Operation:
     """Returns core attention that builds its scores.
 
     It keeps the softmax, s/c x s for each head. With dropout it also keeps the mask, one byte per
     element, and the dropped softmax.
     """
-    model, sizes = of.model, of.sizes
+    model = of.model
     grouped = model.query_groups < model.num_attention_heads
     attended = attention_output(of)
     # The keys of all context-parallel ranks, repeated for every query head of a group.
-    repeated = of.query * sizes.cp_size
+    repeated = of.query * of.cp_size
     heads = inputs
     if grouped:
         again = (KeptTensor(f"repeated {name}", repeated) for name in ("key", "value"))
         heads = (inputs[0], *again)
-    elif sizes.cp_size > 1:
-        heads = (inputs[0], KeptTensor("gathered key and value", sizes.cp_size * _sent(of)))
-    elements = repeated // of.element // model.head_dim * sizes.own_seq_length
-    scores = elements * of.element
+    elif of.cp_size > 1:
+        heads = (inputs[0], KeptTensor("gathered key and value", of.cp_size * _sent(of)))
+    elements = repeated // of.element_bytes // model.head_dim * of.own_seq_length
+    scores = elements * of.element_bytes
     softmax = of.wide(scores) if model.attention_softmax_in_fp32 else scores
     caps = model.attn_logit_softcapping is not None
     kept = [KeptTensor("softmax", softmax), *[KeptTensor("tanh of the scores", scores)] * caps]
@@ -269,14 +269,14 @@ def _unfused(of: Shape, inputs: Tensors) -> Operation:
     )
 
 
-def _unfused_temporary(of: Shape, scores: int, softmax: int) -> int:
+def _unfused_temporary(of: Sizes, scores: int, softmax: int) -> int:
     """Returns the number of attention that builds its scores, from their bytes."""
-    query, ranks = of.query, of.sizes.cp_size
+    query, ranks = of.query, of.cp_size
     repeated = ranks * query  # the gradient of the key, or of the value, for every head
     # The product with the values keeps a tensor besides the softmax, and frees it early.
     freed = scores if softmax != scores or of.model.attention_dropout else 0
     whole = ranks * _sent(of)
-    exchange = whole + of.sizes.gloo_copy(whole) if ranks > 1 else 0
+    exchange = whole + of.gloo_copy(whole) if ranks > 1 else 0
     return max(
         query + scores + repeated,
         repeated + 2 * softmax - freed,
@@ -284,32 +284,32 @@ def _unfused_temporary(of: Shape, scores: int, softmax: int) -> int:
     )
 
 
-def _matmuls(of: Shape) -> tuple[Matmul, Matmul]:
+def _matmuls(of: Sizes) -> tuple[Matmul, Matmul]:
     """Returns the matmuls Q K^T and softmax times V.
 
     Each is over the whole sequence, without the saving of a causal mask.
     """
-    queries, keys = of.sizes.own_seq_length, of.sizes.seq_length
-    heads = of.sizes.micro_batch_size * of.model.num_attention_heads // of.tp_size
-    heads *= of.sizes.attends
+    queries, keys = of.own_seq_length, of.seq_length
+    heads = of.micro_batch_size * of.model.num_attention_heads // of.tp_size
+    heads *= of.attends
     scores = Matmul("scores", queries, keys, of.model.head_dim, heads)
     return scores, Matmul("context", queries, of.model.value_dim, keys, heads)
 
 
-def _sent(of: Shape) -> int:
+def _sent(of: Sizes) -> int:
     """Returns the bytes of the keys and values of a rank as they travel: to a kernel, padded."""
-    return of.kv + (of.value if of.model.builds_scores(of.sizes.device) else of.kv)
+    return of.kv + (of.value if of.model.builds_scores(of.device) else of.kv)
 
 
-def _exchange(of: Shape) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+def _exchange(of: Sizes) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
     """Returns the forward and the backward collectives of attention over context-parallel ranks."""
-    ranks, part = of.sizes.cp_size, _sent(of)
+    ranks, part = of.cp_size, _sent(of)
     gather, scatter = (Collective(kind, ranks * part) for kind in (ALL_GATHER, REDUCE_SCATTER))
     shift = Collective(SHIFT, part)
     if ranks == 1:
         return (), ()
-    if of.model.builds_scores(of.sizes.device):
+    if of.model.builds_scores(of.device):
         return (gather,), (scatter,)
-    if of.sizes.cp_comm_type == "p2p":
+    if of.cp_comm_type == "p2p":
         return (shift,) * (ranks - 1), (shift,) * (2 * ranks - 1)
     return (gather,), (gather, scatter)

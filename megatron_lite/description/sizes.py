@@ -6,7 +6,7 @@ Standard library only.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import FORMATS
@@ -24,6 +24,21 @@ from megatron_lite.description.operations import (
 
 CPU_RNG_STATE, CUDA_RNG_STATE, NUM_STREAMS = 5056, 16, 2
 LARGE_BLOCK, BLOCK_UNIT = 10 * 2**20, 2 * 2**20  # of torch's CUDA allocator
+
+
+# The bytes of the tensors of a model on one rank, for one micro-batch, and collectives of them.
+#
+# A number is the largest temporary of an operation, at the fullest moment of it:
+#
+#     memory at that moment = tensors kept for backward and not yet used + what a replay has rebuilt
+#                             + the gradient of the residual stream + the operation's number
+#
+# A number counts the gradients of the operation's output and input, gathered tensors, and what its
+# kernels allocate. The fullest moment of an operation is in its backward, because its forward holds
+# no more. The exception is the loss in one pass, whose forward computes the gradients. Operations
+# that never hold the most of their layer have the number 0: norms, dropout, rotary embedding and
+# the split into heads. docs/memory.md tells how far the sum is from measured peaks. Standard
+# library only.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +80,8 @@ class Sizes:
     deterministic: --deterministic-mode, in which torch's attention on CUDA is FlashAttention.
     in_step: whether tensors take what the allocator counts for them in a step.
     attends: whether FLOPs count the matmuls of attention.
+    input_size: the channels that a linear layer reads, if not those of the hidden states. `whole`
+        and `hidden` have as many.
     """
 
     model: ModelConfig
@@ -100,6 +117,7 @@ class Sizes:
     deterministic: bool = False
     in_step: bool = False
     attends: bool = True
+    input_size: int = 0
 
     @classmethod
     def of(cls, config: RunConfig, device: str, stage: Stage | None = None) -> Sizes:
@@ -139,16 +157,28 @@ class Sizes:
 
     @classmethod
     def in_training(
-        cls, config: RunConfig, *, device: str, stage: Stage, accumulates: bool = True
+        cls,
+        config: RunConfig,
+        *,
+        device: str,
+        stage: Stage,
+        accumulates: bool = True,
+        sharded: bool = False,
     ) -> Sizes:
-        """Returns the sizes of a stage in a training step, for the largest temporaries."""
+        """Returns the sizes of a stage in a training step, for the largest temporaries.
+
+        sharded: whether FSDP2 shards the states. It has no sum of whole gradients: they live until
+            their unit is reduced.
+        """
         sizes = cls.of(config, device=device, stage=stage)
         training = config.training
         return replace(
             sizes,
             in_step=True,
-            sums_gradients=True,
-            adds_by_itself=training.gradient_accumulation_fusion and not config.compiles_layers,
+            sums_gradients=not sharded,
+            adds_by_itself=not sharded
+            and training.gradient_accumulation_fusion
+            and not config.compiles_layers,
             accumulates=accumulates,
             narrow_sums=config.optimizer.main_grads_dtype != "fp32",
             has_padding=sizes.padded_vocab_size != config.tokenizer.true_vocab_size,
@@ -231,6 +261,108 @@ class Sizes:
         """The bytes of the state of one random-number stream."""
         return CPU_RNG_STATE if self.device == "cpu" else CUDA_RNG_STATE
 
+    @property
+    def channels(self) -> int:
+        """The channels that a linear layer reads."""
+        return self.input_size or self.model.hidden_size
+
+    @cached_property
+    def whole(self) -> int:
+        """The bytes of the hidden states of all tokens, [s/c, b, h]."""
+        return self.tokens * self.channels * self.element_bytes
+
+    @cached_property
+    def hidden(self) -> int:
+        """Those of this rank, [s', b, h]: s' is s/(c t) under sequence parallelism, else s/c."""
+        return self.local_tokens * self.channels * self.element_bytes
+
+    @property
+    def widened(self) -> bool:
+        """Whether the dtype of the residual stream is wider than that of the branches."""
+        return self.model.fp32_residual_connection and self.is_rounded
+
+    @property
+    def residual(self) -> int:
+        """The bytes of the residual stream."""
+        return self.wide(self.hidden) if self.widened else self.hidden
+
+    def _of_heads(self, heads: int, channels: int) -> int:
+        return self.tokens * self.element_bytes * (heads * channels // self.tp_size)
+
+    @cached_property
+    def query(self) -> int:
+        """The bytes of the query: s/c b a/t d elements."""
+        return self._of_heads(self.model.num_attention_heads, self.model.head_dim)
+
+    @cached_property
+    def kv(self) -> int:
+        """The bytes of the key: s/c b g/t d elements."""
+        return self._of_heads(self.model.query_groups, self.model.head_dim)
+
+    @cached_property
+    def attended(self) -> int:
+        """The bytes of the result of attention, those of the query but in latent attention."""
+        return self._of_heads(self.model.num_attention_heads, self.model.value_dim)
+
+    @cached_property
+    def value(self) -> int:
+        """The bytes of the value, those of the key but in latent attention."""
+        return self._of_heads(self.model.query_groups, self.model.value_dim)
+
+    @property
+    def row(self) -> int:
+        """The bytes of one float32 number for each token."""
+        return self.tokens * self.accumulate_bytes
+
+    @cached_property
+    def reduces(self) -> tuple[Collective, ...]:
+        """The collective that sums the partial [s/c, b, h] of the ranks."""
+        kind = REDUCE_SCATTER if self.sequence_parallel else ALL_REDUCE
+        return (Collective(kind, self.whole),) * (self.tp_size > 1)
+
+    @cached_property
+    def gathers(self) -> tuple[Collective, ...]:
+        """The all-gather of [s', b, h] to [s/c, b, h] under sequence parallelism."""
+        several = self.tp_size > 1 and self.sequence_parallel
+        return (Collective(ALL_GATHER, self.whole),) * several
+
+    def wide(self, num_bytes: int) -> int:
+        """Returns the bytes of a tensor of activations in float32."""
+        return num_bytes // self.element_bytes * self.accumulate_bytes
+
+    def weight_gradient(self, weight: Parameter) -> int:
+        """Returns the bytes of the gradient of a linear layer's weight while it is computed.
+
+        A product of the sum's format goes straight into it, as any 16-bit one does on CUDA.
+        Elsewhere that is computed some rows at a time and then added, for which a CPU casts it. A
+        gradient that autograd gets exists whole, and is cast to float32.
+        """
+        rows, columns = weight.shape
+        wide = self.accumulate_bytes if self.casts_gradients else 0
+        if not self.sums_gradients:
+            return rows * columns * self.element_bytes
+        if not self.adds_by_itself:
+            return rows * columns * (self.element_bytes + wide)
+        return self.weight_rows(rows, columns, self.accumulates)
+
+    def weight_rows(self, rows: int, columns: int, accumulates: bool) -> int:
+        """Returns the bytes of the rows of a weight's gradient that are computed at a time."""
+        if not self.casts_gradients or not has_gradient_tensor(self.device):
+            return 0
+        cast = self.accumulate_bytes if self.device == "cpu" and accumulates else 0
+        return min(rows, product_rows(columns)) * columns * (self.element_bytes + cast)
+
+    def column_temporary(self, output: int, weight: Parameter) -> int:
+        """Returns the number of a column-parallel linear layer. output: the bytes of its output.
+
+        It holds the gradients of output and input. Under sequence parallelism it also holds the
+        gathered input and this rank's part of the input's gradient.
+        """
+        gathered = 0
+        if self.gathers:
+            gathered = self.whole + self.hidden + self.gloo_copy(self.whole)
+        return output + self.whole + gathered + self.weight_gradient(weight)
+
 
 def allocated(num_bytes: int, device: str) -> int:
     """Returns the bytes that torch's allocator counts for a tensor on a device.
@@ -283,94 +415,3 @@ def layers_of(config: RunConfig) -> tuple[int, ...]:
 def first_like_stage(config: RunConfig, stage: Stage) -> int:
     """Returns the first layer from which on layers are like those of a stage."""
     return first_alike(layers_of(config), stage.first_layer, stage.num_layers)
-
-
-# The bytes of the tensors of a model on one rank, for one micro-batch, and collectives of them.
-#
-# A number is the largest temporary of an operation, at the fullest moment of it:
-#
-#     memory at that moment = tensors kept for backward and not yet used + what a replay has rebuilt
-#                             + the gradient of the residual stream + the operation's number
-#
-# A number counts the gradients of the operation's output and input, gathered tensors, and what its
-# kernels allocate. The fullest moment of an operation is in its backward, because its forward holds
-# no more. The exception is the loss in one pass, whose forward computes the gradients. Operations
-# that never hold the most of their layer have the number 0: norms, dropout, rotary embedding and
-# the split into heads. docs/memory.md tells how far the sum is from measured peaks. Standard
-# library only.
-
-
-class Shape:
-    """A model and the sizes of a micro-batch. The figures are bytes.
-
-    input_size: h; of a linear layer that reads other channels, theirs, in `whole` and `hidden` too.
-    whole: the hidden states of all tokens, [s/c, b, h]. hidden: those of this rank, [s', b, h],
-        where s' is s/(c t) under sequence parallelism, else s/c.
-    residual: the residual stream. widened: whether its dtype is wider than that of the branches.
-    query, kv: the query, and the key: s/c b a/t d and s/c b g/t d elements. value, attended: the
-        value and the result of attention, which differ in multi-latent attention alone.
-    row: one float32 number for each token.
-    gathers: the all-gather of [s', b, h] under sequence parallelism. reduces: the collective that
-        sums the partial [s/c, b, h] of the ranks. Each moves a whole [s/c, b, h].
-    """
-
-    def __init__(self, sizes: Sizes, input_size: int | None = None) -> None:
-        model = self.model = sizes.model
-        self.sizes = sizes
-        self.input_size = model.hidden_size if input_size is None else input_size
-        self.element, self.tp_size = sizes.element_bytes, sizes.tp_size
-        token = sizes.tokens * self.element
-        self.whole = token * self.input_size
-        self.hidden = sizes.local_tokens * self.input_size * self.element
-        self.widened = model.fp32_residual_connection and sizes.is_rounded
-        self.residual = self.wide(self.hidden) if self.widened else self.hidden
-        (self.query, self.kv), (self.attended, self.value) = (
-            [
-                token * (heads * channels // self.tp_size)
-                for heads in (model.num_attention_heads, model.query_groups)
-            ]
-            for channels in (model.head_dim, model.value_dim)
-        )
-        self.row = sizes.tokens * sizes.accumulate_bytes
-        several = self.tp_size > 1
-        kind = REDUCE_SCATTER if sizes.sequence_parallel else ALL_REDUCE
-        self.reduces = (Collective(kind, self.whole),) * several
-        self.gathers = (Collective(ALL_GATHER, self.whole),) * (several and sizes.sequence_parallel)
-
-    def wide(self, num_bytes: int) -> int:
-        """Returns the bytes of a tensor of activations in float32."""
-        return num_bytes // self.element * self.sizes.accumulate_bytes
-
-    def weight_gradient(self, weight: Parameter) -> int:
-        """Returns the bytes of the gradient of a linear layer's weight while it is computed.
-
-        A product of the sum's format goes straight into it, as any 16-bit one does on CUDA.
-        Elsewhere that is computed some rows at a time and then added, for which a CPU casts it. A
-        gradient that autograd gets exists whole, and is cast to float32.
-        """
-        sizes, (rows, columns) = self.sizes, weight.shape
-        wide = sizes.accumulate_bytes if sizes.casts_gradients else 0
-        if not sizes.sums_gradients:
-            return rows * columns * self.element
-        if not sizes.adds_by_itself:
-            return rows * columns * (self.element + wide)
-        return self.weight_rows(rows, columns, sizes.accumulates)
-
-    def weight_rows(self, rows: int, columns: int, accumulates: bool) -> int:
-        """Returns the bytes of the rows of a weight's gradient that are computed at a time."""
-        sizes = self.sizes
-        if not sizes.casts_gradients or not has_gradient_tensor(sizes.device):
-            return 0
-        cast = sizes.accumulate_bytes if sizes.device == "cpu" and accumulates else 0
-        return min(rows, product_rows(columns)) * columns * (self.element + cast)
-
-    def column_temporary(self, output: int, weight: Parameter) -> int:
-        """Returns the number of a column-parallel linear layer. output: the bytes of its output.
-
-        It holds the gradients of output and input. Under sequence parallelism it also holds the
-        gathered input and this rank's part of the input's gradient.
-        """
-        gathered = 0
-        if self.gathers:
-            gathered = self.whole + self.hidden + self.sizes.gloo_copy(self.whole)
-        return output + self.whole + gathered + self.weight_gradient(weight)

@@ -25,7 +25,7 @@ from megatron_lite.description.operations import (
     Operation,
 )
 from megatron_lite.description.self_attention import attention_operations, attention_output
-from megatron_lite.description.sizes import Shape, Sizes, alike_layers
+from megatron_lite.description.sizes import Sizes, alike_layers
 
 LINEAR_FC1, LINEAR_FC2 = "linear_fc1", "linear_fc2"
 
@@ -66,8 +66,8 @@ def describe_layer(sizes: Sizes, layer: int = 0, tiles: int = 1) -> LayerDescrip
     layer: the number of the layer in the whole model, counted from 0.
     tiles: how many tiles of the sequence a dense MLP runs in (recompute/checkpoint.py).
     """
-    sizes = replace(sizes, cp_comm_type=exchange_of(sizes.cp_comm_type, layer))
-    of, model = Shape(sizes), sizes.model
+    of = replace(sizes, cp_comm_type=exchange_of(sizes.cp_comm_type, layer))
+    model = of.model
     layer_input, mlp_residual = (
         KeptTensor(name, of.residual) for name in ("layer input", "mlp residual")
     )
@@ -92,7 +92,7 @@ def describe_layer(sizes: Sizes, layer: int = 0, tiles: int = 1) -> LayerDescrip
 
         tiles, kept_choices = 1, choices(of)
         mlp = expert_operations(of, normed_mlp, layer)
-    tile = Shape(replace(sizes, seq_length=sizes.seq_length // tiles))
+    tile = replace(of, seq_length=of.seq_length // tiles)
     if not has_experts:
         mlp = dense_mlp(
             tile, normed_mlp, ffn_size=model.ffn_size, regions=(region,), output_is_read=after
@@ -132,19 +132,19 @@ def describe_layer(sizes: Sizes, layer: int = 0, tiles: int = 1) -> LayerDescrip
     return LayerDescription(
         tuple(row for row in rows if row),
         _absorbs(of, has_experts),
-        _peculiarity(sizes, layer),
+        _peculiarity(of, layer),
         kept_choices,
     )
 
 
-def _query_key_value(of: Shape, keeps: KeptTensor) -> Operation:
+def _query_key_value(of: Sizes, keeps: KeptTensor) -> Operation:
     """Returns the linear layer before attention, and the split of its output into heads.
 
     With query groups, query and value become contiguous (model/attention.py), unless a compiled
     kernel reads them next. Backward joins the three gradients.
     """
     model, twice = of.model, 2 * (of.query + 2 * of.kv)
-    next_reads = of.sizes.compiled and (model.qk_layernorm or model.rotates)
+    next_reads = of.compiled and (model.qk_layernorm or model.rotates)
     grouped = model.query_groups < model.num_attention_heads and not next_reads
     return column_linear(
         of,
@@ -159,7 +159,7 @@ def _query_key_value(of: Shape, keeps: KeptTensor) -> Operation:
     )
 
 
-def _absorbs(of: Shape, has_experts: bool) -> str:
+def _absorbs(of: Sizes, has_experts: bool) -> str:
     """Returns the operation whose backward takes in the gradient of the layer's output.
 
     It adds the gradient of the MLP's input to it. With a parallel residual the two are added where
@@ -184,19 +184,19 @@ def _peculiarity(sizes: Sizes, layer: int) -> str:
     return ", ".join(words)
 
 
-def in_tiles(of: Shape, tile: Sequence[Operation], tiles: int) -> Iterator[Operation]:
+def in_tiles(of: Sizes, tile: Sequence[Operation], tiles: int) -> Iterator[Operation]:
     """Yields the operations of an MLP that runs in tiles. tile: those of one.
 
     Beside a tile there are the gradient of the whole input, and the sums of gradients that autograd
     gets, with those of the operations that the tile's backward has left.
     """
-    by_hand = of.sizes.sums_gradients and of.sizes.adds_by_itself
+    by_hand = of.sums_gradients and of.adds_by_itself
     gradients = [
-        0 if by_hand else of.element * sum(each.num_elements for each in one.parameters)
+        0 if by_hand else of.element_bytes * sum(each.num_elements for each in one.parameters)
         for one in tile
     ]
     for number, one in enumerate(tile):
-        left = sum(gradients[number + 1 :]) * of.sizes.sums_gradients
+        left = sum(gradients[number + 1 :]) * of.sums_gradients
         yield one._replace(
             calls=one.calls * tiles,
             backward=one.backward * tiles,

@@ -157,8 +157,7 @@ class Bucketed:
         optimizer: OptimizerConfig,
     ) -> None:
         self._parallel, self._config, self._optimizer = parallel, config, optimizer
-        shares_out = config.use_distributed_optimizer or config.use_torch_fsdp2
-        self.shard_group = parallel.shard_group if shares_out else None
+        self.shard_group = parallel.shard_group if config.shares_out else None
         self._weights: dict[Bucket, Tensor] = {}  # of ZeRO-1
         self._gathers: dict[Bucket, Started] = {}  # those under way
         self._parameters = dict(model.named_parameters())

@@ -9,6 +9,7 @@ The trainer runs this list, and the memory model counts the kept bytes in flight
 This module uses the standard library only.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
@@ -19,7 +20,7 @@ class Action(NamedTuple):
     """The forward or backward of one micro-batch through one of the rank's stages.
 
     microbatch: the micro-batch's number in the step.
-    chunk: the stage's place among this rank's model chunks.
+    chunk: the stage's place among those of this rank.
     """
 
     kind: Literal["forward", "backward"]
@@ -27,25 +28,68 @@ class Action(NamedTuple):
     chunk: int = 0
 
 
-def order(*, size: int, rank: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
-    """Returns the actions of pipeline rank `rank` in a step, with `num_chunks` stages on each rank.
+class StepOrder(NamedTuple):
+    """What decides the order of a pipeline rank's actions in a step.
 
-    The first forwards fill the pipeline. A forward and a backward follow in turn, and the remaining
-    backwards come last. Raises ValueError if a rank has several stages and the number of
-    micro-batches is not a multiple of the number of ranks.
+    size: the number of pipeline ranks.
+    num_chunks: the stages of each rank.
     """
-    forwards, backwards = _sequences(size, num_microbatches, num_chunks)
-    # After the warm-up each forward is paired with a backward.
-    warmup = -1 + most_in_flight(
-        size=size, rank=rank, num_microbatches=num_microbatches, num_chunks=num_chunks
-    )
-    steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
-    return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]
 
+    size: int
+    rank: int
+    num_microbatches: int
+    num_chunks: int = 1
 
-def forwards_only(*, size: int, num_microbatches: int, num_chunks: int) -> list[Action]:
-    """Returns the forwards of an evaluation, in the same order on every rank."""
-    return _sequences(size, num_microbatches, num_chunks)[0]
+    def actions(self) -> list[Action]:
+        """Returns the rank's actions.
+
+        The first forwards fill the pipeline. A forward and a backward follow in turn, and the
+        remaining backwards come last. Raises ValueError if a rank has several stages and the number
+        of micro-batches is not a multiple of the number of ranks.
+        """
+        forwards, backwards = self._sequences()
+        # After the warm-up each forward is paired with a backward.
+        warmup = most_in_flight(**self._asdict()) - 1
+        steady = zip(forwards[warmup:], backwards, strict=False)
+        rest = backwards[len(forwards) - warmup :]
+        return [*forwards[:warmup], *itertools.chain(*steady), *rest]
+
+    def forwards(self) -> list[Action]:
+        """Returns the forwards of an evaluation, in the same order on every rank."""
+        return self._sequences()[0]
+
+    def keeping_all(self, num_kept: int) -> frozenset[Action]:
+        """Returns the forwards that save all activations (2205.05198, appendix C).
+
+        The forwards are grouped into windows as long as the number in flight on this rank. The
+        first `num_kept` of each window save everything; the others follow the recompute policy.
+        Later ranks have shorter windows.
+        """
+        window = most_in_flight(**self._asdict())
+        return frozenset(
+            action for number, action in enumerate(self.forwards()) if number % window < num_kept
+        )
+
+    def _sequences(self) -> tuple[list[Action], list[Action]]:
+        """Returns all forwards and all backwards, each in the order in which they run.
+
+        With several stages per rank, `size` micro-batches run through each stage in turn, and the
+        next `size` follow. Backwards take the stages in reverse.
+        """
+        if self.num_chunks > 1 and self.num_microbatches % self.size:
+            raise ValueError(
+                f"{self.num_microbatches} micro-batches per step are not a multiple of "
+                f"--pipeline-model-parallel-size {self.size}, as several virtual stages per rank "
+                "need: change --global-batch-size, or leave the virtual stages out"
+            )
+        group = self.size if self.num_chunks > 1 else 1
+        forwards, backwards = [], []
+        for first in range(0, self.num_microbatches, group):
+            for chunk in range(self.num_chunks):
+                for microbatch in range(first, min(first + group, self.num_microbatches)):
+                    forwards.append(Action("forward", microbatch, chunk))
+                    backwards.append(Action("backward", microbatch, self.num_chunks - 1 - chunk))
+        return forwards, backwards
 
 
 def in_flight(actions: Sequence[Action]) -> Iterator[tuple[Action, list[Action]]]:
@@ -57,43 +101,3 @@ def in_flight(actions: Sequence[Action]) -> Iterator[tuple[Action, list[Action]]
         else:
             del waiting[action._replace(kind="forward")]
         yield action, list(waiting)
-
-
-def keeping_all(
-    *, size: int, rank: int, num_microbatches: int, num_kept: int, num_chunks: int = 1
-) -> frozenset[Action]:
-    """Returns the forwards that save all activations (2205.05198, appendix C).
-
-    The forwards are grouped into windows as long as the number in flight on this rank. The first
-    `num_kept` of each window save everything; the others follow the recompute policy. Later ranks
-    have shorter windows.
-    """
-    window = most_in_flight(
-        size=size, rank=rank, num_microbatches=num_microbatches, num_chunks=num_chunks
-    )
-    forwards = forwards_only(size=size, num_microbatches=num_microbatches, num_chunks=num_chunks)
-    return frozenset(action for number, action in enumerate(forwards) if number % window < num_kept)
-
-
-def _sequences(
-    size: int, num_microbatches: int, num_chunks: int
-) -> tuple[list[Action], list[Action]]:
-    """Returns all forwards and all backwards, each in the order in which they run.
-
-    With several stages per rank, `size` micro-batches run through each stage in turn, and the next
-    `size` follow. Backwards take the stages in reverse.
-    """
-    if num_chunks > 1 and num_microbatches % size:
-        raise ValueError(
-            f"{num_microbatches} micro-batches per step are not a multiple of "
-            f"--pipeline-model-parallel-size {size}, as several virtual stages per rank need: "
-            "change --global-batch-size, or leave the virtual stages out"
-        )
-    group = size if num_chunks > 1 else 1
-    forwards, backwards = [], []
-    for first in range(0, num_microbatches, group):
-        for chunk in range(num_chunks):
-            for microbatch in range(first, min(first + group, num_microbatches)):
-                forwards.append(Action("forward", microbatch, chunk))
-                backwards.append(Action("backward", microbatch, num_chunks - 1 - chunk))
-    return forwards, backwards

@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
-from megatron_lite.config.checks import InputError, Values, input_faults
+from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.policy import MAX_LENGTH, LayerAction, Policy
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.config.units import parse_bytes, size
 from megatron_lite.description.sizes import Sizes, layers_of
-from megatron_lite.memory.predict.pipeline_memory import alike_ranks, step_microbatches
+from megatron_lite.memory.predict.pipeline_memory import alike_ranks
 from megatron_lite.memory.predict.states import RankStates, rank_states
 from megatron_lite.memory.predict.step_peak import KEPT, StepPeak, fullest_step_peak, step_peak
 from megatron_lite.plan.hardware import Group, Hardware
@@ -66,20 +66,23 @@ class Plan:
     host_bytes: int = 0
 
     @property
-    def dp_cp_size(self) -> int:
-        """The ranks that share out the states, over data and context parallelism together."""
-        parallel = self.config.parallel
-        return parallel.data_parallel_size(self.num_ranks) * parallel.context_parallel_size
+    def dp_size(self) -> int:
+        """The number of data-parallel ranks."""
+        return self.config.parallel.data_parallel_size(self.num_ranks)
 
     @property
-    def facts(self) -> Values:
-        """What `step_peak` needs to know besides the config and the rank."""
-        return dict(device=self.hardware.device, dp_cp_size=self.dp_cp_size)
+    def dp_cp_size(self) -> int:
+        """The ranks that share out the states, over data and context parallelism together."""
+        return self.dp_size * self.config.parallel.context_parallel_size
+
+    def step_peak(self, rank: int) -> StepPeak:
+        """Returns the peak of a pipeline rank."""
+        return step_peak(self.config, rank, device=self.hardware.device, dp_size=self.dp_size)
 
     @cached_property
     def peak(self) -> StepPeak:
         """The peak of its fullest rank."""
-        return fullest_step_peak(self.config, **self.facts)
+        return fullest_step_peak(self.config, device=self.hardware.device, dp_size=self.dp_size)
 
     @cached_property
     def time(self) -> StepTime:
@@ -258,19 +261,18 @@ class RankMixes:
 
         They are the budget without what the full prediction counts besides the peak of the mix.
         """
-        config = self.plan(mixes).config
+        plan = self.plan(mixes)
         return {
             rank: budget_bytes
-            - step_peak(config, rank, **self.run.facts).num_bytes
+            - plan.step_peak(rank).num_bytes
             + mixes[rank].peak(self.in_flight(rank))
             for rank in {*self.alike}
         }
 
     def in_flight(self, rank: int) -> int:
         """Returns how many forwards of a stage wait for their backward at once on a rank."""
-        config = self.run.config
-        dp_size = config.parallel.data_parallel_size(self.run.num_ranks)
-        return config.most_in_flight(step_microbatches(config, dp_size), rank)
+        number = self.run.config.training.most_microbatches(self.run.dp_size)
+        return self.run.config.most_in_flight(number, rank)
 
     def least(self) -> list[StageMix]:
         """Returns the mixes of the one choice with which a layer takes the fewest bytes."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_lite.pipeline.order import order
+from megatron_lite.pipeline.order import StepOrder
 
 WARM_UP = 3  # times the micro-batches that are in flight, until the schedule repeats
 AVERAGED = 4  # periods
@@ -68,8 +68,8 @@ def shortest_pipeline(durations: Durations, num_microbatches: int) -> list[float
 def simulate_pipeline(durations: Durations, num_microbatches: int) -> list[float]:
     """Returns by rank when its last action ends, with all micro-batches simulated."""
     size, num_chunks = len(durations.passes), len(durations.passes[0])
-    shape = dict(size=size, num_microbatches=num_microbatches, num_chunks=num_chunks)
-    waiting = [deque(order(rank=rank, **shape)) for rank in range(size)]
+    orders = (StepOrder(size, rank, num_microbatches, num_chunks) for rank in range(size))
+    waiting = [deque(one.actions()) for one in orders]
     ends = [0.0] * size
     made: dict[tuple[str, int, int], float] = {}  # by kind, micro-batch and number of the stage
     # A rank that receives nothing while it computes begins to receive when it is free.

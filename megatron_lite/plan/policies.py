@@ -32,11 +32,11 @@ from typing import Any, NamedTuple
 from megatron_lite.config.policy import LayerAction, Layers, Rule
 from megatron_lite.config.regions import MLP_REGION, POINTWISE, REGIONS, nested
 from megatron_lite.config.run import RunConfig
-from megatron_lite.description.sizes import Shape, Sizes, layers_of
+from megatron_lite.description.sizes import Sizes, layers_of
 from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.plan.stage_time import layer_sizes, replay_time
 from megatron_lite.plan.work import Clock
-from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, Store
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 
 KEEP = LayerAction()
 TILES, LEAST_TILE = (4, 16), 4096
@@ -56,7 +56,7 @@ class LayerChoice(NamedTuple):
     seconds: float
     moved: int = 0
     action: LayerAction = KEEP
-    store: Store = "device"
+    store: str = "device"
 
     @property
     def price(self) -> tuple[float, ...]:
@@ -223,7 +223,7 @@ def _useful_choices(
 ) -> tuple[LayerChoice, ...]:
     stores = ["device", "host"] if host and sizes.device != "cpu" else ["device"]
     # Each tensor-parallel rank keeps a part of a unit's input.
-    splits: list[Store] = ["split", "split+host"] if host else ["split"]
+    splits = ["split", "split+host"] if host else ["split"]
     if sizes.tp_size == 1 or sizes.sequence_parallel:
         splits = []
     priced = [
@@ -272,7 +272,7 @@ def _actions(sizes: Sizes) -> Iterator[LayerAction]:
 
 
 def _priced(
-    sizes: Sizes, clock: Clock, skip_tail: bool, action: LayerAction, store: Store
+    sizes: Sizes, clock: Clock, skip_tail: bool, action: LayerAction, store: str
 ) -> LayerChoice:
     kept, moved = _kept(sizes, action, store)
     rebuilt = 2 * moved  # the tensors of this layer and of the one before come back
@@ -289,13 +289,13 @@ def _priced(
         rebuilt += max(map(inside, action.regions))
     segment = _segment(action, store)
     if segment.split:  # the gather of the split unit before runs at the same time
-        rebuilt += Shape(sizes).residual
+        rebuilt += sizes.residual
     seconds = replay_time(segment, skip_tail, clock, sizes).seconds
     return LayerChoice(kept, rebuilt, seconds, moved, action, store)
 
 
 @lru_cache(1024)
-def _kept(sizes: Sizes, action: LayerAction = KEEP, store: Store = "device") -> tuple[int, int]:
+def _kept(sizes: Sizes, action: LayerAction = KEEP, store: str = "device") -> tuple[int, int]:
     """Returns the bytes that a layer keeps on the device and in host memory, without tables that
     all layers share."""
     terms = activation_terms(RecomputePlan((_segment(action, store),)), sizes)
@@ -304,7 +304,7 @@ def _kept(sizes: Sizes, action: LayerAction = KEEP, store: Store = "device") -> 
     return sum(term.num_bytes for term in own) - on_host, on_host
 
 
-def _segment(action: LayerAction, store: Store) -> Segment:
+def _segment(action: LayerAction, store: str) -> Segment:
     return Segment(
         first_layer=0,
         unit=bool(action.unit),

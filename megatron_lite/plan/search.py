@@ -201,8 +201,7 @@ class Search:
         """
         ranks = len(time.busy)
         chunks = chunks or len(config.stage_lengths()) // ranks
-        dp_size = config.parallel.data_parallel_size(self.problem.num_ranks)
-        number = config.training.num_microbatches(dp_size)
+        number = config.training.num_microbatches(self.plan(config).dp_size)
         return sum(time.busy) / ranks * (1 + max(0, ranks - 2) / (chunks * number))
 
     def _fitting(self, config: RunConfig, budget_bytes: int, time: StepTime) -> float | None:

@@ -21,7 +21,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.model_ends import embedding_operations, head_operations
 from megatron_lite.description.operations import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective
-from megatron_lite.description.sizes import Shape, Sizes, alike_layers, first_alike
+from megatron_lite.description.sizes import Sizes, alike_layers, first_alike
 from megatron_lite.description.transformer_layer import describe_kinds, describe_layers
 from megatron_lite.memory.predict.kept_tensors import (
     activation_terms,
@@ -82,9 +82,7 @@ class TimedRun(NamedTuple):
     def shares(self, ranks: Group) -> tuple[Group, Group]:
         """Returns which ranks share out states, and which hold the same share."""
         size, stride = ranks
-        options = self.config.data_parallel
-        shares_out = options.use_torch_fsdp2 or options.use_distributed_optimizer
-        shards = self.config.parallel.shards(size) if shares_out else 1
+        shards = self.config.shards(size)
         return Group(shards, stride), Group(size // shards, shards * stride)
 
 
@@ -104,7 +102,7 @@ def stage_time(run: TimedRun, stage: Stage, plan: RecomputePlan) -> StageTime:
     backward = [(once.backward, 1.0)] + [
         (replay_time(one, skip, clock, inner), 1.0)
         for one in plan.segments
-        if one.unit or one.regions or one.ops
+        if one.is_whole or one.regions
     ]
     if budget is not None and stage.num_layers:  # an assumption: the compiler runs the rest again
         whole = Segment(first_layer=0, num_layers=stage.num_layers, unit=True)
@@ -180,7 +178,7 @@ def _replay(segment: Segment, skip_tail: bool, clock: Clock, sizes: Sizes) -> Wo
     works.append(Work({REPLAYED_MEMORY_BOUND: 0.0}, starts * clock.mode.replay_s))
     if segment.split:
         # The gather of a unit's input runs beside the backward of the unit after it.
-        gather = Collective(ALL_GATHER, Shape(sizes).whole)
+        gather = Collective(ALL_GATHER, sizes.whole)
         seconds = clock.hardware.collective_seconds(gather, clock.tp)
         exposed = clock.exposed(seconds, seconds_of(works), copies=True)
         works.append(Work({TENSOR_PARALLEL: exposed}, 0.0))

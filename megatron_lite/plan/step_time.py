@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -24,15 +25,15 @@ from megatron_lite.description.operations import (
     Collective,
     Matmul,
 )
-from megatron_lite.description.sizes import Shape, Sizes, first_like_stage
+from megatron_lite.description.sizes import Sizes, first_like_stage
 from megatron_lite.description.transformer_layer import describe_kinds
-from megatron_lite.memory.predict.flops import sizes_of_flops, step_flops
-from megatron_lite.memory.predict.pipeline_memory import stage_plan
+from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.memory.predict.states import stage_parameters
 from megatron_lite.plan.hardware import Group, Hardware
 from megatron_lite.plan.pipeline_time import Durations, run_pipeline, shortest_pipeline
 from megatron_lite.plan.stage_time import HOST_PACE, StageTime, TimedRun, stage_time
 from megatron_lite.plan.work import Clock, sum_of
+from megatron_lite.recompute.schedule import stage_plan
 
 PIPELINE_WAITS = "waits of the pipeline"
 REDUCTION = "reduction of gradients"
@@ -111,7 +112,8 @@ def step_time(
     # A tied embedding is on the first and the last pipeline rank, which are p - 1 strides apart.
     embeddings = Group(min(p, 2), (p - 1) * pipeline.stride or 1)
     ranks = _rank_times(run, embeddings, num_microbatches)
-    sent = transfer_bytes or Shape(Sizes.of(config, hardware.device)).residual
+    sizes = Sizes.of(config, hardware.device)
+    sent = transfer_bytes or sizes.residual
     link = hardware.inside if pipeline.per_node(hardware) == p else hardware.between
     transfer = link.latency_s + sent / link.bandwidth
     durations = Durations(
@@ -128,7 +130,7 @@ def step_time(
     ends = (shortest_pipeline if bound else run_pipeline)(durations, num_microbatches)
     busy = [num_microbatches * sum(half.seconds for half in one.whole) for one in ranks]
     batch, length = config.training.batch_size(dp_size), config.data.seq_length
-    flops = step_flops(sizes_of_flops(config, hardware.device, batch))
+    flops = step_flops(replace(sizes, micro_batch_size=batch))
     last = max(range(p), key=lambda rank: ends[rank] + ranks[rank].update[REDUCTION])
     update = ranks[last].update
     terms = {

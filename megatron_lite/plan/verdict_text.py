@@ -12,13 +12,15 @@ from megatron_lite.config.checks import Values, parse_json
 from megatron_lite.config.invocation import shell_lines
 from megatron_lite.config.run_flags import flags_of
 from megatron_lite.config.units import GIB
+from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.flops import PolicyFlops
-from megatron_lite.memory.predict.step_peak import PeakTerm, step_peak
+from megatron_lite.memory.predict.step_peak import PeakTerm
 from megatron_lite.plan.auto_policy import Plan
 from megatron_lite.plan.hardware import Hardware
 from megatron_lite.plan.layouts import kind_of
 from megatron_lite.plan.step_time import HOST_UPDATE
 from megatron_lite.plan.verdict import DOES_NOT_FIT, FITS, FitVerdict
+from megatron_lite.recompute.schedule import plan_model
 
 WIDTH = 100
 MOST_STAGES = 64
@@ -79,6 +81,7 @@ def plain_verdict(one: FitVerdict, hardware: Hardware, training: Training) -> Va
 
 def _plain_plan(plan: Plan, training: Training) -> Values:
     config, peak, time = plan.config, plan.peak, plan.time
+    sizes = Sizes.of(config, plan.hardware.device)
     incomplete = ""
     try:
         config.check_complete_for_training()
@@ -101,7 +104,7 @@ def _plain_plan(plan: Plan, training: Training) -> Values:
         "step_terms": dict(time.terms),
         "tokens_per_second": time.tokens_per_second,
         "mfu": time.ideal_seconds / time.seconds,  # from 0 to 1
-        "extra_flops": PolicyFlops.of(config, plan.hardware.device).added,
+        "extra_flops": PolicyFlops.of(sizes, plan_model(config)).added,
         **training.plain(plan),
     }
 
@@ -116,13 +119,12 @@ def plain_stages(one: FitVerdict) -> list[Values]:
     evenly spread ranks."""
     if one.plan is None:
         return []
-    config, facts = one.plan.config, one.plan.facts
-    last = config.parallel.pipeline_model_parallel_size - 1
+    last = one.plan.config.parallel.pipeline_model_parallel_size - 1
     ranks = {place * last // (MOST_STAGES - 1) for place in range(MOST_STAGES)} | {
         one.plan.peak.rank
     }
     return [
-        {"rank": rank, "terms": plain_terms(step_peak(config, rank, **facts).terms)}
+        {"rank": rank, "terms": plain_terms(one.plan.step_peak(rank).terms)}
         for rank in sorted(ranks)
     ]
 
@@ -143,7 +145,7 @@ def _layout(plan: Plan) -> str:
         f"p {size}" + f" ({first}{between}{last})" * is_uneven,
         *[f"v {len(cut) // size}"] * (len(cut) > size),
         *[f"c {context}{exchange}"] * (context > 1),
-        f"d {parallel.data_parallel_size(plan.num_ranks)}",
+        f"d {plan.dp_size}",
         *[f"e {experts} x {parallel.expert_tensor_parallel}"] * (experts > 1),
         kind_of(config)
         + f" x {instances}" * (instances > 1)

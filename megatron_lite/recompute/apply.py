@@ -99,7 +99,7 @@ def apply_policy_(
     prepare(each for layer in layers for each in layer.parameters() if verify)
     shared = _Shared(plan, rng)
     for segment, layer in zip(plan.segments, layers, strict=True):
-        if segment.unit or segment.ops or segment.on_host:
+        if segment.is_whole or segment.on_host:
             layer.forward = _Recomputed(
                 layer, f"{layers_fqn}.{segment.first_layer}", segment, shared, verify
             )
@@ -239,7 +239,7 @@ class _Recomputed:
         valued = all(map(has_values, given))
         try:
             with self._elsewhere(layer, given, valued):
-                if not self._segment.unit and not self._segment.ops:
+                if not self._segment.is_whole:
                     return forward(*args, **kwargs)
                 known = self._written.known  # a walk through the modules takes long
                 if known is None or known.layer is not layer:

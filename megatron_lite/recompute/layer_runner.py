@@ -55,9 +55,7 @@ def run_layers(
         for segment in plan.segments:
             # Outside of the stores: they stay on the device. A region without the router keeps
             # `Regions` among its arguments, and so these.
-            choices = Choices(
-                is_replayed=segment.unit or bool(segment.ops) or MOE in segment.regions
-            )
+            choices = Choices(is_replayed=segment.is_whole or MOE in segment.regions)
             part = layers[segment.first_layer : segment.first_layer + segment.num_layers]
             with opened(segment, (part, extras)) if opened else nullcontext():
                 hidden_states = _run(
@@ -88,7 +86,7 @@ def _run(
 
     chain: returns a function that runs its layers. previous: the grad_fn of the last split unit.
     """
-    if not segment.unit and not segment.ops:
+    if not segment.is_whole:
         return chain()(*args)
     # What few policies need is imported late.
     record, results = None, None

@@ -9,11 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from megatron_lite.config.policy import LayerAction, Layers, Policy, Rule
-from megatron_lite.config.regions import MLP_REGION, is_on_host, modules_of, without_nested
-
-Store = str  # of config/policy.py
-KEEP = Rule(layers=(Layers(),), action=LayerAction())
+from megatron_lite.config.policy import Policy
+from megatron_lite.config.regions import MLP_REGION, PARTS, nested, parts_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +26,9 @@ class Segment:
         operators run again. Empty in a unit or with regions. A segment with ops has one layer.
     router: whether the policy says that the choice of a router is kept.
     tiles: into how many tiles of the sequence the MLP is cut that a unit or a region rebuilds.
-    store: where the kept tensors live: on this device or in host memory. "split" is for the input
-        of a unit: each tensor-parallel rank keeps 1/t of it. "split+host" combines both.
+    store: where the kept tensors live (config/policy.py): on this device or in host memory. "split"
+        is for the input of a unit: each tensor-parallel rank keeps 1/t of it. "split+host" combines
+        both.
         "host(..)" is for a layer that keeps everything: host memory for some parts of it.
     """
 
@@ -41,12 +39,20 @@ class Segment:
     ops: tuple[str, ...] = ()
     router: bool = False
     tiles: int = 1
-    store: Store = "device"
+    store: str = "device"
 
     @property
     def numbers(self) -> range:
         """The numbers of the layers within the stage."""
         return range(self.first_layer, self.first_layer + self.num_layers)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Tells whether a replay runs the layers from their input on, not single regions of them.
+
+        It leaves out what an `ops(...)` policy keeps.
+        """
+        return self.unit or bool(self.ops)
 
     @cached_property
     def split(self) -> bool:
@@ -57,7 +63,7 @@ class Segment:
     def on_host(self) -> bool:
         """Tells whether kept tensors go to host memory: all of them, unless `host_modules` is
         set."""
-        return is_on_host(self.store)
+        return "host" in self.store
 
     @cached_property
     def rebuilt(self) -> frozenset[str]:
@@ -68,7 +74,7 @@ class Segment:
     @property
     def host_modules(self) -> frozenset[str]:
         """The modules of a layer whose saved tensors go to host memory; empty: all of them."""
-        return modules_of(self.store)
+        return frozenset(PARTS[name] for name in parts_of(self.store))
 
     def moves(self, module: str | None, *, stays: bool) -> bool:
         """Returns whether a kept tensor goes to host memory.
@@ -122,18 +128,20 @@ def segments(policy: Policy, num_layers: int, stage: int = 0) -> Iterator[Segmen
 
     The rule of a layer follows from the numbers of the layer and of its stage alone.
     """
-    decided = [(layer, policy.rule_of(layer, stage) or KEEP) for layer in range(num_layers)]
+    decided = [(layer, policy.rule_of(layer, stage)) for layer in range(num_layers)]
     # Units are cut within a run of consecutive layers under one rule, so a unit never spans a layer
     # that another rule decides. "2:none; *:full/2" has the units 0-1, 3-4, and so on.
     for rule, run in itertools.groupby(decided, key=lambda pair: pair[1]):
         layers, action = [layer for layer, _ in run], rule.action
-        size, regions = action.unit or 1, without_nested(action.regions)
+        size = action.unit or 1
+        # A region inside another one is recomputed with it.
+        inner = [region for region, _ in nested(action.regions)]
         for first in layers[::size]:
             yield Segment(
                 first_layer=first,
                 num_layers=min(size, layers[-1] + 1 - first),
                 unit=action.unit > 0,
-                regions=regions,
+                regions=frozenset(action.regions).difference(inner),
                 ops=action.ops,
                 router=action.router,
                 tiles=action.tiles,

@@ -9,7 +9,8 @@ from functools import lru_cache
 
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.recompute.recompute_plan import RecomputePlan, segments
+from megatron_lite.config.stages import Stage
+from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything, segments
 
 
 @lru_cache(1024)  # a search asks for the same stages again and again
@@ -31,6 +32,13 @@ def plan_stage(config: RecomputeConfig, num_layers: int, stage: int = 0) -> Reco
     )
 
 
+def stage_plan(config: RunConfig, stage: Stage, keeps_all: bool = False) -> RecomputePlan:
+    """Returns the plan of a micro-batch on a stage. keeps_all: whether it keeps everything."""
+    if keeps_all:
+        return keep_everything(stage.num_layers)
+    return plan_stage(config.recompute, stage.num_layers, stage.number)
+
+
 def plan_model(config: RunConfig) -> RecomputePlan:
     """Returns the plans of all stages joined into one, with layers counted over the whole model.
 
@@ -38,7 +46,7 @@ def plan_model(config: RunConfig) -> RecomputePlan:
     """
     whole = []
     for stage in config.stages():
-        plan = plan_stage(config.recompute, stage.num_layers, stage.number)
+        plan = stage_plan(config, stage)
         whole += [
             replace(segment, first_layer=stage.first_layer + segment.first_layer)
             for segment in plan.segments

@@ -18,13 +18,13 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, whole_model
 from megatron_lite.context_parallel.attention_kernels import KERNELS
 from megatron_lite.data.datasets import build_datasets
-from megatron_lite.memory.predict.pipeline_memory import stage_plan
 from megatron_lite.model.gpt import GPTModel, ModelStages, shard_model_
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.compiled import CompiledKernels, compiler_fault
 from megatron_lite.parallel.messages import told_by_rank_0
 from megatron_lite.parallel.state import ParallelState, from_rank_0, gather_texts
+from megatron_lite.recompute.schedule import stage_plan
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_

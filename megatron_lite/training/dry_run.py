@@ -22,7 +22,6 @@ from torch import Tensor
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.policy import Layers, Policy
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import paragraph
 from megatron_lite.config.stages import most_in_flight
@@ -43,15 +42,11 @@ from megatron_lite.memory.measure.step_meter import (
     simulated_rank,
 )
 from megatron_lite.memory.predict.kept_tensors import activation_terms
-from megatron_lite.memory.predict.pipeline_memory import (
-    enough_microbatches,
-    stage_plan,
-    step_microbatches,
-)
+from megatron_lite.memory.predict.pipeline_memory import enough_microbatches, step_microbatches
 from megatron_lite.memory.predict.states import RankStates, update_memory
 from megatron_lite.memory.predict.step_peak import StepPeak
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.recompute.recompute_plan import KEEP
+from megatron_lite.recompute.schedule import stage_plan
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import (
     Batches,
@@ -174,7 +169,7 @@ def dry_run(
                     "sizes, or more ranks"
                 ) from error
 
-        number = num_microbatches or enough_microbatches(config, place.pp_rank, most=most)
+        number = num_microbatches or enough_microbatches(config, place.pp_rank, most)
         whole, measured = StepSize(config, number, parallel.pp_size), None
         if num_microbatches is None and not in_full:
             measured = measured_from_smaller(whole, place, measure)
@@ -328,7 +323,7 @@ def _exact(step: StepSize, place: ParallelState) -> tuple[Counter[str], int]:
     )
     plan = stage_plan(config, stage)
     for term in activation_terms(plan, Sizes.of(config, device="cpu", stage=stage)):
-        if term.tensor.given or not term.tensor.shared:
+        if not term.tensor.shared:
             found[HOST if term.on_host else FORWARD] += waiting * term.num_bytes
     return found, states.total + states.on_host + update.num_bytes
 
@@ -364,7 +359,7 @@ def _smaller(whole: StepSize, rank: int) -> tuple[StepSize, list[tuple[StepSize,
         found, rules, layers = whole, [], 0
         for number, row in enumerate(rows):
             for one in row[: REPEATS + (number == longer)]:
-                rule = recompute.policy.rule_of(one.first_layer, stage.number) or KEEP
+                rule = recompute.policy.rule_of(one.first_layer, stage.number)
                 own = Layers(layers, layers + one.num_layers - 1)
                 rules.append(replace(rule, layers=(own,), stage=None))
                 layers += one.num_layers
@@ -372,10 +367,7 @@ def _smaller(whole: StepSize, rank: int) -> tuple[StepSize, list[tuple[StepSize,
             smaller = replace(
                 config,
                 model=replace(config.model, num_layers=layers * len(all_stages)),
-                recompute=RecomputeConfig(
-                    recompute_policy=str(Policy(tuple(rules))),
-                    recompute_tail_skip=recompute.recompute_tail_skip,
-                ),
+                recompute=recompute.instead(recompute_policy=str(Policy(tuple(rules)))),
             )
             found = found._replace(config=smaller)
         if in_flight > IN_FLIGHT + 1:

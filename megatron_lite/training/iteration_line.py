@@ -16,12 +16,8 @@ import torch
 
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.units import GIB, MIB
-from megatron_lite.memory.predict.flops import (
-    hardware_flops,
-    peak_flops,
-    sizes_of_flops,
-    step_flops,
-)
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.memory.predict.flops import PolicyFlops, peak_flops
 from megatron_lite.memory.predict.pipeline_memory import spared_flops
 from megatron_lite.recompute.schedule import plan_model
 
@@ -275,10 +271,11 @@ def run_facts(trainer: Trainer, peak_flops: float | None) -> RunFacts:
     num_iterations, progress = trainer.num_iterations, trainer.progress
     remaining, consumed = num_iterations - progress.iteration, progress.consumed_samples
 
-    def flops(*, attends: bool) -> tuple[int, int]:
-        sizes = replace(sizes_of_flops(config, device.type, batches.full), attends=attends)
-        return step_flops(sizes), hardware_flops(sizes, plan_model(config))
-
+    sizes = replace(Sizes.of(config, device.type), micro_batch_size=batches.full)
+    whole, beside = (
+        PolicyFlops.of(replace(sizes, attends=attends), plan_model(config))
+        for attends in (True, False)
+    )
     return RunFacts(
         num_iterations=num_iterations,
         batch_size=batches.full,
@@ -295,7 +292,7 @@ def run_facts(trainer: Trainer, peak_flops: float | None) -> RunFacts:
             for size in batches.sizes_from(consumed, num_iterations=remaining)
         },
         world_size=parallel.world_size,
-        flops=flops(attends=True),
-        beside_attention=flops(attends=False),
+        flops=(whole.model, whole.hardware),
+        beside_attention=(beside.model, beside.hardware),
         peak_flops=peak_flops,
     )

@@ -147,12 +147,12 @@ def own_states(config: RunConfig, parallel: ParallelState) -> RankStates:
 
 
 def own_step_peak(config: RunConfig, parallel: ParallelState) -> StepPeak:
-    """Returns the predicted peak of this rank in a step of the run's largest batch."""
+    """Returns the predicted peak of this rank in a step."""
     return step_peak(
         config,
         parallel.pp_rank,
         device=parallel.device.type,
-        dp_cp_size=parallel.dp_cp_size,
+        dp_size=parallel.dp_size,
         dp_cp_rank=parallel.dp_cp_rank,
     )
 

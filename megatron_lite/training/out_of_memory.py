@@ -196,7 +196,7 @@ def peak_lines(config: RunConfig, parallel: ParallelState) -> list[str]:
     if config.compiles_layers or parallel.rank:
         return []
     device, limit = parallel.device.type, config.training.memory_limit_bytes
-    peak = fullest_step_peak(config, device=device, dp_cp_size=parallel.dp_cp_size)
+    peak = fullest_step_peak(config, device=device, dp_size=parallel.dp_size)
     lines = [
         f"predicted peak of a step: {size(peak.num_bytes)} on pipeline rank {peak.rank} "
         f"({peak.moment})"

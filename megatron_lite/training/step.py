@@ -21,7 +21,7 @@ from megatron_lite.model.gpt import LossGradient, ModelStages
 from megatron_lite.optim.optimizer import Optimizer, OptimizerStep
 from megatron_lite.parallel.collectives import Timed, all_reduce, not_timed
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.pipeline.order import Action, forwards_only, in_flight, keeping_all, order
+from megatron_lite.pipeline.order import Action, StepOrder, in_flight
 from megatron_lite.recompute.recompute_plan import keep_everything
 from megatron_lite.training.batches import Batches, MaskedMean
 from megatron_lite.training.observe import Look
@@ -232,11 +232,10 @@ class StageRunner:
         # All ranks need one dtype for the all-reduce of the loss, also those that have no loss.
         self._loss_dtype = torch.promote_types(torch.float32, self._chunks[0].context.params_dtype)
         # By number of micro-batches: a rank's actions, and the forwards that save all activations.
-        shape = dict(size=parallel.pp_size, rank=parallel.pp_rank, num_chunks=len(self._chunks))
-        self._order = cache(lambda count: order(num_microbatches=count, **shape))
-        self._whole = cache(
-            lambda count: keeping_all(num_microbatches=count, num_kept=num_kept, **shape)
-        )
+        place = parallel.pp_size, parallel.pp_rank
+        self._order = partial(StepOrder, *place, num_chunks=len(self._chunks))
+        self._actions = cache(lambda count: self._order(count).actions())
+        self._whole = cache(lambda count: self._order(count).keeping_all(num_kept))
         self.timed: Timed = not_timed
         if links is not None:
             from megatron_lite.pipeline.executor import run_actions
@@ -322,7 +321,7 @@ class StageRunner:
         if self.links is not None:
             self._reserve(count)
             losses = self._run(
-                self._order(count),
+                self._actions(count),
                 forward,
                 timed=self.timed,
                 before_backward=before_backward,
@@ -365,8 +364,7 @@ class StageRunner:
         """
         self.model.eval()
         forward = partial(self._stage, batches, MicroBatchLoss(factor=1.0), (), not_timed, None)
-        count, size = len(batches), self.parallel.pp_size
-        actions = forwards_only(size=size, num_microbatches=count, num_chunks=len(self._chunks))
+        actions = self._order(len(batches)).forwards()
         if self.links is None:
             losses = [forward(action, None) for action in actions]
         else:
@@ -417,7 +415,7 @@ class StageRunner:
         if not any(chunk.decoder.plan.contiguous for chunk in self._chunks):
             return
         # The order repeats after 2p micro-batches. More micro-batches do not raise the maximum.
-        actions = self._order(min(num_microbatches, 2 * self.parallel.pp_size))
+        actions = self._actions(min(num_microbatches, 2 * self.parallel.pp_size))
         held = [Counter(action.chunk for action in waiting) for _, waiting in in_flight(actions)]
         for number, chunk in enumerate(self._chunks):
             chunk.decoder.stores.reserve(max(counts[number] for counts in held))

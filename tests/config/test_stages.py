@@ -6,14 +6,15 @@ import itertools
 import pytest
 
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.stages import stages, stages_of_rank
+from megatron_lite.config.stages import stages
 
 
 def layers(parallel, num_layers):
     return [
         [
             range(stage.first_layer, stage.first_layer + stage.num_layers)
-            for stage in stages_of_rank(parallel, num_layers, rank)
+            for stage in stages(parallel, num_layers)
+            if stage.rank == rank
         ]
         for rank in range(parallel.pipeline_model_parallel_size)
     ]
@@ -88,7 +89,7 @@ def test_a_layout_is_cut_as_megatron_core_cuts_it(layout, size):
     found = stages(parallel, number)
     assert len(found) == size * expected.virtual_pipeline_model_parallel_size
     for stage in found:
-        kinds = [one.name for one in expected.layout[stage.rank][stage.chunk]]
+        kinds = [one.name for one in expected.layout[stage.rank][stage.number // size]]
         assert stage.num_layers == kinds.count("decoder")
         assert (stage.is_first, stage.is_last) == ("embedding" in kinds, "loss" in kinds)
 

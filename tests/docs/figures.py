@@ -126,11 +126,11 @@ def ladder(run=ladder_run, policies=LADDER, *, ranks=2):
     for text in policies:
         config = run(recompute_policy=text)
         plan, sizes = plan_model(config), Sizes.of(config, device="cuda")
-        peak = fullest_step_peak(config, device="cuda", dp_cp_size=ranks)
+        peak = fullest_step_peak(config, device="cuda", dp_size=ranks)
         lines.append(
             f"| `{text}` | {activation_bytes(plan, sizes) / GIB:.2f} "
             f"| {activation_bytes(plan, sizes, on_host=True) / GIB:.2f} "
-            f"| {peak.num_bytes / GIB:.2f} | +{PolicyFlops.of(config, 'cuda').added:.1%} |"
+            f"| {peak.num_bytes / GIB:.2f} | +{PolicyFlops.of(sizes, plan).added:.1%} |"
         )
     return "\n".join(lines)
 

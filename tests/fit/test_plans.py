@@ -175,9 +175,6 @@ def test_a_problem_of_many_layers_is_solved_within_its_budget(num_layers, waitin
 def test_a_policy_gives_each_layer_its_action(actions):
     policy = parse_policy(policy_text(actions))
     rules = [policy.rule_of(layer) for layer in range(len(actions))]
-    stores = ["" if rule is None or rule.store == "device" else f"@{rule.store}" for rule in rules]
-    given = [
-        ("none" if rule is None else str(rule.action)) + store
-        for rule, store in zip(rules, stores, strict=True)
-    ]
+    stores = ["" if rule.store == "device" else f"@{rule.store}" for rule in rules]
+    given = [f"{rule.action}{store}" for rule, store in zip(rules, stores, strict=True)]
     assert given == actions

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lite.config.recompute import MODULES
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.predict.flops import hardware_flops, peak_flops
+from megatron_lite.memory.predict.flops import PolicyFlops, peak_flops
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.flash_flops import FORMULAS
 from tests.support.models import (
@@ -60,7 +60,7 @@ def predicted(config, plan, **loss):
         padded_vocab_size=padded_vocab_size(1),
         **loss,
     )
-    return hardware_flops(sizes, plan)
+    return PolicyFlops.of(sizes, plan).hardware
 
 
 VARIANTS_AND_BACKENDS = list(product(VARIANTS, ("unfused", "flash")))

@@ -136,7 +136,7 @@ def test_the_other_policies_are_priced_as_they_would_be_run(words):
         own = Sizes.of(row.config, device="cuda")
         assert row.plan == plan
         assert row.memory.kept_bytes == activation_bytes(plan, own)
-        assert row.step == fullest_step_peak(row.config, device="cuda", dp_cp_size=1)
+        assert row.step == fullest_step_peak(row.config, device="cuda")
     assert sum(row.execution == report.own.execution for row in report.policies) == 1
 
 

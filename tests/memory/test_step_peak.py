@@ -5,7 +5,6 @@ import random
 import pytest
 
 from megatron_lite.config import row_blocks
-from megatron_lite.config.stages import stages_of_rank
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.stage_course import stage_course
 from megatron_lite.memory.predict.states import rank_states
@@ -144,7 +143,7 @@ def test_a_large_16_bit_gradient_never_exists_whole(untied, monkeypatch):
 def test_a_backward_frees_what_the_forward_left(case):
     config = case.config
     for rank in range(config.parallel.pipeline_model_parallel_size):
-        for stage in stages_of_rank(config.parallel, config.model.num_layers, rank):
+        for stage in config.stages_of_rank(rank):
             sizes = Sizes.in_training(config, device="cpu", stage=stage)
             plan = plan_stage(config.recompute, stage.num_layers, stage.number)
             forward, backward, *_ = stage_course(plan, sizes)
@@ -169,17 +168,17 @@ def test_the_fullest_rank_is_the_one_with_the_highest_peak():
     ):
         config = run_of(flags)
         every = [
-            step_peak(config, rank, device="cpu", dp_cp_size=1)
+            step_peak(config, rank, device="cpu")
             for rank in range(config.parallel.pipeline_model_parallel_size)
         ]
-        fullest = fullest_step_peak(config, device="cpu", dp_cp_size=1)
+        fullest = fullest_step_peak(config, device="cpu")
         assert fullest.num_bytes == max(one.num_bytes for one in every), flags
         assert fullest in every
 
 
 def test_the_terms_hold_the_states_and_no_empty_part():
     config = run_of("--bf16 --use-distributed-optimizer")
-    peak = step_peak(config, 0, device="cpu", dp_cp_size=2, dp_cp_rank=1)
+    peak = step_peak(config, 0, device="cpu", dp_size=2, dp_cp_rank=1)
     states = rank_states(config, 0, dp_cp_size=2, dp_cp_rank=1)
     by_name = {term.name: term.num_bytes for term in peak.terms}
     assert by_name["weights"] == states.weights and by_name["gradients"] == states.gradients

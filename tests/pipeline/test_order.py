@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_lite.pipeline.order import Action, in_flight, keeping_all, most_in_flight, order
+from megatron_lite.pipeline.order import Action, StepOrder, in_flight, most_in_flight
 
 LAYOUTS = [
     (size, num_chunks, microbatches)
@@ -16,10 +16,7 @@ LAYOUTS = [
 
 
 def orders(size, num_chunks, microbatches):
-    return [
-        order(size=size, rank=rank, num_microbatches=microbatches, num_chunks=num_chunks)
-        for rank in range(size)
-    ]
+    return [StepOrder(size, rank, microbatches, num_chunks).actions() for rank in range(size)]
 
 
 def simulate(actions, num_chunks):
@@ -82,9 +79,7 @@ def test_as_many_are_in_flight_as_the_formula_says(num_chunks):
     for size, _, microbatches in [layout for layout in LAYOUTS if layout[1] == num_chunks]:
         for rank, own in enumerate(orders(size, num_chunks, microbatches)):
             counts = [len(waiting) for _, waiting in in_flight(own)]
-            expected = most_in_flight(
-                size=size, rank=rank, num_microbatches=microbatches, num_chunks=num_chunks
-            )
+            expected = most_in_flight(**StepOrder(size, rank, microbatches, num_chunks)._asdict())
             assert max(counts) == expected and counts[-1] == 0
             # the paper's figure for 1F1B
             assert num_chunks > 1 or expected == min(size - rank, microbatches)
@@ -122,7 +117,8 @@ def test_neighbours_send_in_the_order_in_which_they_receive():
 def test_of_each_window_the_first_micro_batches_keep_everything(rank, kept):
     """Windows are as long as micro-batches can be in flight, 4, 3, 2 and 1: of all that wait at
     once, one keeps everything."""
-    whole = keeping_all(size=4, rank=rank, num_microbatches=8, num_kept=1)
+    order = StepOrder(4, rank, 8)
+    whole = order.keeping_all(1)
     assert sorted(action.microbatch for action in whole) == kept
-    waiting = [held for _, held in in_flight(order(size=4, rank=rank, num_microbatches=8))]
+    waiting = [held for _, held in in_flight(order.actions())]
     assert max(len(whole.intersection(held)) for held in waiting) == 1

@@ -20,9 +20,8 @@ GIB = 2**30
 
 
 def peak_of(config, num_ranks):
-    parallel = config.parallel
-    size = parallel.data_parallel_size(num_ranks) * parallel.context_parallel_size
-    return fullest_step_peak(config, device="cuda", dp_cp_size=size).num_bytes
+    size = config.parallel.data_parallel_size(num_ranks)
+    return fullest_step_peak(config, device="cuda", dp_size=size).num_bytes
 
 
 def budgets(config, num_ranks, count):
@@ -142,7 +141,7 @@ def config_of(flags=""):
 
 
 def own_peak(config):
-    return fullest_step_peak(config, device="cpu", dp_cp_size=1).num_bytes
+    return fullest_step_peak(config, device="cpu").num_bytes
 
 
 @pytest.mark.parametrize("share", [1.0, 0.8, 0.6])

@@ -9,7 +9,7 @@ import pytest
 from megatron_lite.api import run_config
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.predict.flops import hardware_flops
+from megatron_lite.memory.predict.flops import PolicyFlops
 from megatron_lite.plan.hardware import Group, Link, load_hardware
 from megatron_lite.plan.policies import layer_choices
 from megatron_lite.plan.stage_time import FSDP, HOST_COPIES, HOST_PACE
@@ -71,13 +71,14 @@ POLICIES = (
 def flops_of(config, policy="*:none"):
     """Returns the hardware FLOPs of a step with the policy."""
     sizes = replace(Sizes.of(config, "cuda"), micro_batch_size=64)
-    return hardware_flops(sizes, plan_stage(RecomputeConfig(recompute_policy=policy), LAYERS, 0))
+    plan = plan_stage(RecomputeConfig(recompute_policy=policy), LAYERS)
+    return PolicyFlops.of(sizes, plan).hardware
 
 
 @pytest.mark.parametrize("backend", ["unfused", "flash"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("tp", [1, 4])
-def test_on_an_ideal_machine_a_step_takes_its_hardware_flops(policy, tp, backend):
+def test_on_an_ideal_machine_a_step_takes_its_PolicyFlops(policy, tp, backend):
     config = run(attention_backend=backend, recompute_policy=policy, tensor_model_parallel_size=tp)
     # A flash kernel skips half of its products, which the FLOPs of the logs count.
     half = replace(ideal(), bf16=replace(ideal().bf16, flash=flash(0.5)))

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.stages import stages_of_rank
+from megatron_lite.config.stages import stages
 from megatron_lite.model.embedding import residual_dtype
 from megatron_lite.model.gpt import ModelStages
 from megatron_lite.optim.optimizer import Optimizer
@@ -97,7 +97,8 @@ def runner_of(
                 plan=plan_stage(recompute or RecomputeConfig(), stage.num_layers, stage.number),
                 loss_chunk_size=loss_chunk_size,
             )
-            for stage in stages_of_rank(layout.config, config.num_layers, parallel.pp_rank)
+            for stage in stages(layout.config, config.num_layers)
+            if stage.rank == parallel.pp_rank
         ]
         seq_length = SEQ_LENGTH // layout.tp if layout.sequence_parallel else SEQ_LENGTH
         links = (

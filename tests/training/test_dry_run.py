@@ -186,13 +186,13 @@ def test_more_micro_batches_than_it_runs_by_itself_add_their_losses_only(
 
 
 def test_the_default_ranks_are_the_first_of_each_kind():
-    parallel = config_of(f"{SP} --pipeline-model-parallel-size 8 --num-layers 16").parallel
-    assert DryRunConfig().ranks(parallel, 16, world_size=64) == [0, 8, 56]
+    even = config_of(f"{SP} --pipeline-model-parallel-size 8 --num-layers 16")
+    assert DryRunConfig().ranks(even.stages(), world_size=64) == [0, 8, 56]
     uneven = config_of(
         f"{PP} --pipeline-model-parallel-size 4 --num-layers 7 "
         "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 2"
-    ).parallel
-    assert DryRunConfig().ranks(uneven, 7, world_size=4) == [0, 1, 3]
+    )
+    assert DryRunConfig().ranks(uneven.stages(), world_size=4) == [0, 1, 3]
 
 
 @pytest.mark.parametrize(

@@ -242,8 +242,5 @@ def test_a_stated_imbalance_gives_the_fullest_rank_so_many_rows(settings):
         )
     )
     assert found == expected and (found > least) == (rows > balanced) == (settings == {})
-    peaks = [
-        step_peak(one, 0, device="cpu", dp_cp_size=2, dp_cp_rank=0).num_bytes
-        for one in (even, full)
-    ]
+    peaks = [step_peak(one, 0, device="cpu", dp_size=2).num_bytes for one in (even, full)]
     assert (peaks[1] > peaks[0]) == (settings == {})

@@ -29,7 +29,7 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
 
 CPU = torch.device("cpu")
-peak_of = partial(step_peak, device="cpu", dp_cp_size=1)
+peak_of = partial(step_peak, device="cpu")
 SIZE = (
     "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 512 "
     "--max-position-embeddings 512 --vocab-size 4096 --micro-batch-size 8 --global-batch-size 8 "
@@ -225,7 +225,7 @@ def test_the_peaks_of_the_ranks_of_one_host_are_added():
         return str(fault.value)
 
     config = tiny_run(micro_batch_size=2, learning_rate=0.001)
-    peak = peak_of(config, 0, dp_cp_size=2)
+    peak = peak_of(config, 0, dp_size=2)
     for text in run_ranks(work, 2, peak.num_bytes * 5 // 4):
         assert "the run does not fit. A step of this rank needs" in text
         assert "for the 2 ranks there" in text

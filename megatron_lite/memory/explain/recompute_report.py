@@ -3,7 +3,7 @@
 report_text.py prints it. All figures are of one micro-batch on one rank; in a pipeline it is the
 rank with the highest peak. They follow from the plan that training executes. Beside the run's own
 flags stand the costs of usual settings: with other flags another rank may have the highest peak.
-FLOPs are those of the whole model, on one of the ranks that split a layer. Standard library only.
+FLOPs are those of the whole model. Standard library only.
 """
 
 import contextlib
@@ -31,7 +31,6 @@ from megatron_lite.config.regions import (
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import changed_settings
 from megatron_lite.config.setting import settings_of
-from megatron_lite.config.stages import Stage
 from megatron_lite.config.units import size
 from megatron_lite.description.model_ends import embedding_operations, head_operations
 from megatron_lite.description.operations import (
@@ -41,7 +40,7 @@ from megatron_lite.description.operations import (
     LayerDescription,
     Operation,
 )
-from megatron_lite.description.sizes import Shape, Sizes
+from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.predict.flops import PolicyFlops
 from megatron_lite.memory.predict.kept_tensors import (
@@ -56,12 +55,11 @@ from megatron_lite.memory.predict.pipeline_memory import (
     RankMemory,
     rank_memory,
     spared_flops,
-    stage_plan,
     step_microbatches,
 )
 from megatron_lite.memory.predict.step_peak import StepPeak, fullest_step_peak
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
-from megatron_lite.recompute.schedule import plan_model
+from megatron_lite.recompute.schedule import plan_model, stage_plan
 
 LONGEST_NAME = 45
 LOSS_CHUNK = 1024  # tokens; the value of --loss-chunk-size that the report compares
@@ -114,7 +112,7 @@ class Priced(NamedTuple):
     memory: the bytes kept for backward on the rank. host_bytes: those in host memory, of one
         micro-batch.
     step: the peak of a step on the rank.
-    flops: those of one rank.
+    flops: those of a micro-batch, over all ranks that split a layer.
     """
 
     name: str
@@ -184,7 +182,7 @@ def explain(config: RunConfig, device: str, *, dp_size: int = 1) -> Report:
     return Report(
         config=config,
         sizes=sizes,
-        ranks=tuple(rank_memory(config, device, rank, dp_size=dp_size) for rank in ranks),
+        ranks=tuple(rank_memory(config, device, rank, dp_size) for rank in ranks),
         num_microbatches=step_microbatches(config, dp_size),
         own=own,
         dp_cp_size=dp_size * config.parallel.context_parallel_size,
@@ -228,8 +226,9 @@ def _notes(
 def _parts(config: RunConfig, rank: int, device: str) -> Iterator[Part]:
     """Yields the parts of a rank. Those of all its stages with equal figures are one part."""
     alike = defaultdict[Part, list[tuple[int, Sequence[int]]]](list)
-    for stage, plan in rank_plans(config, rank):
-        for part, layers in stage_parts(plan, Sizes.of(config, device, stage)):
+    for stage in config.stages_of_rank(rank):
+        sizes = Sizes.of(config, device, stage)
+        for part, layers in stage_parts(stage_plan(config, stage), sizes):
             alike[part].append((stage.number, layers))
     in_stages = config.parallel.pipeline_model_parallel_size > 1
     for part, places in alike.items():
@@ -251,7 +250,7 @@ def stage_parts(plan: RecomputePlan, sizes: Sizes) -> Iterator[tuple[Part, Seque
             yield _part([one], name=f"{one.tensor.name}, shared by all layers"), ()
     for segment in plan.segments:
         replayed = Counter[str]()
-        sent = [Collective(ALL_GATHER, Shape(sizes).whole)] * segment.split
+        sent = [Collective(ALL_GATHER, sizes.whole)] * segment.split
         for _, call in replayed_calls(layers, segment, plan.skip_tail):
             sent += call.collectives
             for matmul in call.matmuls:
@@ -336,9 +335,9 @@ def price(config: RunConfig, device: str, dp_size: int, name: str) -> Priced:
 
     device: "cpu" or "cuda". name: "": that of its setting.
     """
-    flops, ranks = PolicyFlops.of(config, device), Sizes.of(config, device).num_ranks
-    dp_cp_size = dp_size * config.parallel.context_parallel_size
-    step = fullest_step_peak(config, device=device, dp_cp_size=dp_cp_size)
+    plan = plan_model(config)
+    step = fullest_step_peak(config, device=device, dp_size=dp_size)
+    flops = PolicyFlops.of(Sizes.of(config, device), plan)
     # Some micro-batches of a step may keep everything. The figure is the mean.
     number = step_microbatches(config, dp_size)
     spared = spared_flops(
@@ -347,22 +346,17 @@ def price(config: RunConfig, device: str, dp_size: int, name: str) -> Priced:
     return Priced(
         name=name or short_name(config.recompute),
         config=config,
-        plan=plan_model(config),
-        memory=rank_memory(config, device, step.rank, dp_size=dp_size),
+        plan=plan,
+        memory=rank_memory(config, device, step.rank, dp_size),
         host_bytes=sum(
-            activation_bytes(own, Sizes.of(config, device, stage), on_host=True)
-            for stage, own in rank_plans(config, step.rank)
+            activation_bytes(
+                stage_plan(config, stage), Sizes.of(config, device, stage), on_host=True
+            )
+            for stage in config.stages_of_rank(step.rank)
         ),
         step=step,
-        flops=PolicyFlops(
-            flops.model // ranks, (flops.replays - spared // number) // ranks, flops.chunks // ranks
-        ),
+        flops=flops._replace(replays=flops.replays - spared // number),
     )
-
-
-def rank_plans(config: RunConfig, rank: int) -> list[tuple[Stage, RecomputePlan]]:
-    """Returns the stages of a pipeline rank and their plans."""
-    return [(stage, stage_plan(config, stage)) for stage in config.stages_of_rank(rank)]
 
 
 def _usual(config: RunConfig, device: str) -> Iterator[tuple[str, RunConfig]]:

@@ -110,7 +110,8 @@ def _layer_by_layer(report: Report) -> Iterator[Block]:
             facts.append(("on the host", _tensors(part.moved, each)))
         if part.replayed:
             again = sum(number for _, number in part.replayed)
-            share = percent(part.count * again / report.own.flops.model)
+            whole = part.count * report.sizes.num_ranks * again
+            share = percent(whole / report.own.flops.model)
             names = ", ".join(name for name, _ in part.replayed)
             facts.append(("runs again", f"{flops(again)}{each}: {names}; {share} in all"))
         for phase, collectives in zip(part.traffic._fields, part.traffic, strict=True):
@@ -181,9 +182,7 @@ def _step(report: Report) -> Iterator[Block]:
         "allocator's fragmentation comes on top.",
         2,
     )
-    sharding = report.config.data_parallel
-    is_sharded = sharding.use_torch_fsdp2 or sharding.use_distributed_optimizer
-    if report.dp_cp_size == 1 and is_sharded:
+    if report.dp_cp_size == 1 and report.config.data_parallel.shares_out:
         yield (
             "  There is one data-parallel rank here, so nothing is sharded. With WORLD_SIZE=N and "
             "RANK=0 in the environment the figures are those of N ranks.",

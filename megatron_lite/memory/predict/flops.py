@@ -13,10 +13,10 @@ their queries may read.
 MFU is the model FLOPs, and HFU the hardware FLOPs, over time and peak_flops. Every figure is the
 sum over all TP and CP ranks. The matmuls come from description/. Standard library only.
 
-The sizes have the whole number of sequences as `micro_batch_size`, `padded_vocab_size` if logits
-count, and `device` if attention runs again. `tp_size` and `cp_size` matter only to policies that
-name single operators: sharded linears add their bias in another operator, and attention over
-context-parallel ranks is an operator of its own.
+The sizes have the whole number of sequences as `micro_batch_size`, and `padded_vocab_size` if
+logits count. How ranks split the work matters only to policies that name single operators: sharded
+linears add their bias in another operator, and attention over context-parallel ranks is an operator
+of its own.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_lite.config.run import RunConfig
 from megatron_lite.description.model_ends import head_operations
 from megatron_lite.description.operations import Operation
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_kinds, describe_layers
 from megatron_lite.memory.predict.kept_tensors import replayed_calls
 from megatron_lite.recompute.recompute_plan import RecomputePlan
-from megatron_lite.recompute.schedule import plan_model
 
 # Dense peak of one GPU in TFLOP/s: (words of its CUDA name, bfloat16, float32 without TF32). The
 # first match counts. The figures are from NVIDIA's data sheets, which since H100 print twice the
@@ -67,48 +65,14 @@ def logits_flops(sizes: Sizes) -> int:
     return _forward(head_operations(sizes))
 
 
-def sizes_of_flops(config: RunConfig, device: str, num_samples: int) -> Sizes:
-    """Returns the sizes that count the FLOPs of so many samples: no rank has a part of the experts.
-
-    device: "cpu" or "cuda".
-    """
-    tp_size = config.parallel.tensor_model_parallel_size
-    return Sizes(
-        model=config.model,
-        micro_batch_size=num_samples,
-        seq_length=config.data.seq_length,
-        padded_vocab_size=config.tokenizer.rows(tp_size),
-        device=device,
-        tp_size=tp_size,
-        cp_size=config.parallel.context_parallel_size,
-        loss_chunk_size=config.loss_chunk_size,
-        loss_in_one_pass=config.loss_in_one_pass,
-    )
-
-
 def step_flops(sizes: Sizes) -> int:
     """Returns the model FLOPs of forward and backward."""
-    return 3 * forward_flops(replace(sizes, tp_size=1, cp_size=1))
-
-
-def hardware_flops(sizes: Sizes, plan: RecomputePlan) -> int:
-    """Returns the hardware FLOPs of forward and backward."""
-    whole = replace(sizes, tp_size=1, cp_size=1)
-    return (
-        step_flops(whole)
-        + _rebuilds(head_operations(whole))
-        + replay_flops(sizes, plan)
-        # The fifth matmul of flash attention's backward, since it keeps no scores.
-        + sum(
-            count * _rebuilds(layer.operations)
-            for layer, count in describe_kinds(whole, sizes.model.num_layers)
-        )
-    )
+    return 3 * forward_flops(replace(_plain(sizes), tp_size=1, cp_size=1))
 
 
 def replay_flops(sizes: Sizes, plan: RecomputePlan) -> int:
     """Returns the FLOPs that backward runs again under the plan."""
-    layers = describe_layers(sizes, plan.tiles)
+    layers = describe_layers(_plain(sizes), plan.tiles)
     # The description counts the FLOPs of one rank. The figure here is over all TP and CP ranks.
     return sizes.num_ranks * sum(
         matmul.flops
@@ -119,15 +83,21 @@ def replay_flops(sizes: Sizes, plan: RecomputePlan) -> int:
 
 
 class PolicyFlops(NamedTuple):
-    """The FLOPs of a micro-batch, over all TP and CP ranks.
+    """The FLOPs of a micro-batch under a plan, over all TP and CP ranks.
 
     model: forward and backward. replays: what replays add. chunks: what a second pass of the loss
-    adds.
+    adds. scores: what flash attention adds in its backward.
     """
 
     model: int
     replays: int
     chunks: int
+    scores: int
+
+    @property
+    def hardware(self) -> int:
+        """The hardware FLOPs."""
+        return sum(self)
 
     @property
     def added(self) -> float:
@@ -135,13 +105,16 @@ class PolicyFlops(NamedTuple):
         return (self.replays + self.chunks) / self.model
 
     @classmethod
-    def of(cls, config: RunConfig, device: str) -> PolicyFlops:
-        """Returns them for a run whose vocabulary size is known. device: "cpu" or "cuda"."""
-        sizes = sizes_of_flops(config, device, config.training.micro_batch_size)
+    def of(cls, sizes: Sizes, plan: RecomputePlan) -> PolicyFlops:
+        """Returns them. plan: that of the whole model."""
+        whole = replace(_plain(sizes), tp_size=1, cp_size=1)
+        kinds = describe_kinds(whole, sizes.model.num_layers)
         return cls(
             step_flops(sizes),
-            replay_flops(sizes, plan_model(config)),
-            sizes.num_ranks * _rebuilds(head_operations(sizes)),
+            replay_flops(sizes, plan),
+            _rebuilds(head_operations(whole)),
+            # The fifth matmul of flash attention's backward, since it keeps no scores.
+            sum(count * _rebuilds(layer.operations) for layer, count in kinds),
         )
 
 
@@ -158,6 +131,19 @@ def peak_flops(device_name: str, *, bf16: bool, tf32: bool = False) -> float | N
                 return 1e12 * bf16_tflops
             return 1e12 * (bf16_tflops / 2 if tf32 else float32_tflops)
     return None
+
+
+def _plain(sizes: Sizes) -> Sizes:
+    """Returns the sizes without what splits or fuses the work in ways that do not count here."""
+    return replace(
+        sizes,
+        sequence_parallel=False,
+        cp_comm_type="p2p",
+        ep_size=1,
+        expert_tp_size=0,
+        expert_imbalance=1.0,
+        compiled=False,
+    )
 
 
 def _forward(operations: Iterable[Operation]) -> int:

@@ -72,7 +72,7 @@ def replayed_operations(
     layers: the descriptions of the stage's layers.
     """
     again = [one for number in segment.numbers for one in layers[number].operations]
-    if not (segment.unit or segment.ops):
+    if not segment.is_whole:
         return [one for one in again if not segment.regions.isdisjoint(one.regions)]
     # the last operation adds the output of the tail to the residual
     return again[:-1] if skip_tail else again
@@ -171,7 +171,7 @@ def segment_terms(
 ) -> Iterator[Term]:
     """Yields the tensors that a segment keeps. layers: those of the whole plan."""
     first, terms = segment.first_layer, list[Term]()
-    if not segment.unit and not segment.ops:
+    if not segment.is_whole:
         for number in segment.numbers:
             terms += layer_terms(layers[number].operations, number, segment.rebuilt, sizes)
     else:

@@ -58,7 +58,7 @@ def layer_backward(
         own = {one.name: one for one in tensors if not (one.shared or one.given)}
         return sum(sizes.allocated(own[name].num_bytes) for name in own.keys() - but)
 
-    operations, whole = layer.operations, segment.unit or bool(segment.ops)
+    operations, whole = layer.operations, segment.is_whole
     kept_names = frozenset[str]()  # of a layer that is replayed as a whole
     if whole and is_first:
         kept_names |= {layer.input.name, *(one.tensor.name for one in terms)}

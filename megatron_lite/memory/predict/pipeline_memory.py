@@ -17,12 +17,11 @@ from typing import NamedTuple
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.sizes import Sizes, first_like_stage
-from megatron_lite.memory.predict.flops import replay_flops, sizes_of_flops
+from megatron_lite.memory.predict.flops import replay_flops
 from megatron_lite.memory.predict.kept_tensors import activation_bytes
 from megatron_lite.memory.predict.stage_course import stage_course
-from megatron_lite.pipeline.order import Action, keeping_all, order
-from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything
-from megatron_lite.recompute.schedule import plan_stage
+from megatron_lite.pipeline.order import Action, StepOrder
+from megatron_lite.recompute.schedule import stage_plan
 
 
 class RankSchedule(NamedTuple):
@@ -39,15 +38,10 @@ class RankSchedule(NamedTuple):
     def of(cls, config: RunConfig, rank: int, num_microbatches: int) -> RankSchedule:
         """Returns the schedule of a step with so many micro-batches."""
         own = config.stages_of_rank(rank)
-        shape = dict(
-            size=config.parallel.pipeline_model_parallel_size,
-            rank=rank,
-            num_microbatches=num_microbatches,
-            num_chunks=len(own),
-        )
+        size = config.parallel.pipeline_model_parallel_size
+        order = StepOrder(size, rank, num_microbatches, len(own))
         kept = config.recompute.num_microbatches_with_partial_activation_checkpoints or 0
-        whole = keeping_all(**shape, num_kept=kept) if kept else frozenset()
-        return cls(own, order(**shape), whole)
+        return cls(own, order.actions(), order.keeping_all(kept) if kept else frozenset())
 
     def keeps_all(self, action: Action) -> bool:
         """Returns whether the action's micro-batch keeps everything."""
@@ -84,13 +78,6 @@ class RankMemory(NamedTuple):
     peak_bytes: int
 
 
-def stage_plan(config: RunConfig, stage: Stage, keeps_all: bool = False) -> RecomputePlan:
-    """Returns the plan of a micro-batch on a stage."""
-    if keeps_all:
-        return keep_everything(stage.num_layers)
-    return plan_stage(config.recompute, stage.num_layers, stage.number)
-
-
 def ticks(config: RunConfig, device: str, *, rank: int, num_microbatches: int) -> Iterator[Tick]:
     """Yields the state of a rank after each action of a step.
 
@@ -124,12 +111,13 @@ def ticks(config: RunConfig, device: str, *, rank: int, num_microbatches: int) -
         before = kept
 
 
-def rank_memory(config: RunConfig, device: str, rank: int, *, dp_size: int = 1) -> RankMemory:
-    """Returns the memory of one pipeline rank, with the micro-batches that a step of the run has.
+def rank_memory(config: RunConfig, device: str, rank: int, dp_size: int = 1) -> RankMemory:
+    """Returns the memory of one pipeline rank, with the micro-batches that a step of the run has on
+    one of so many data-parallel ranks.
 
-    The vocabulary size must be known. dp_size: the number of data-parallel ranks.
+    The vocabulary size must be known.
     """
-    number = enough_microbatches(config, rank, most=step_microbatches(config, dp_size))
+    number = enough_microbatches(config, rank, step_microbatches(config, dp_size))
     course = list(ticks(config, device, rank=rank, num_microbatches=number))
     schedule = RankSchedule.of(config, rank, number)
     kept = (
@@ -144,17 +132,17 @@ def rank_memory(config: RunConfig, device: str, rank: int, *, dp_size: int = 1) 
 
 
 def step_microbatches(config: RunConfig, dp_size: int = 1) -> int:
-    """Returns the micro-batches that each of so many data-parallel ranks runs in a step.
+    """Returns the micro-batches of a step on one of so many data-parallel ranks.
 
     If the batch size changes in the run, it is the number of the largest batch. Without
     --global-batch-size it is 1.
     Virtual stages cannot run 1 micro-batch, so with them it is 2p, which fills the pipeline.
-    ValueError: the batch does not divide over ranks and micro-batches.
+    ValueError: the batch is not divisible by the micro-batch size.
     """
     size = config.parallel.pipeline_model_parallel_size
-    if config.training.global_batch_size is not None:
-        return config.training.most_microbatches(dp_size)
-    return 1 if len(config.stages()) == size else 2 * size
+    if config.training.global_batch_size is None and len(config.stages()) > size:
+        return 2 * size
+    return config.training.most_microbatches(dp_size)
 
 
 def spared_flops(
@@ -166,15 +154,17 @@ def spared_flops(
     num_microbatches: the micro-batches of a step on one data-parallel rank.
     samples_per_microbatch: the samples of one micro-batch on all data-parallel ranks together.
     """
+    spared = 0
     if config.recompute.num_microbatches_with_partial_activation_checkpoints is None:
         return 0
-    sizes, spared = sizes_of_flops(config, device, samples_per_microbatch), 0
     for rank in range(config.parallel.pipeline_model_parallel_size):
         schedule = RankSchedule.of(config, rank, num_microbatches)
         for chunk, stage in enumerate(schedule.stages):
-            own = replace(sizes, first_layer=stage.first_layer)
+            sizes = replace(
+                Sizes.of(config, device, stage), micro_batch_size=samples_per_microbatch
+            )
             number = sum(action.chunk == chunk for action in schedule.whole)
-            spared += number * replay_flops(own, stage_plan(config, stage))
+            spared += number * replay_flops(sizes, stage_plan(config, stage))
     return spared
 
 
@@ -193,7 +183,7 @@ def alike_ranks(config: RunConfig) -> list[int]:
     return [*map(kinds.index, kinds)]
 
 
-def enough_microbatches(config: RunConfig, rank: int, *, most: int) -> int:
+def enough_microbatches(config: RunConfig, rank: int, most: int) -> int:
     """Returns the micro-batches of a step, or fewer if a rank reaches its peak with fewer.
 
     most: those of a step.

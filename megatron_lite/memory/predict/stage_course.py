@@ -27,7 +27,7 @@ from megatron_lite.description.model_ends import (
     waits_for_lookup,
 )
 from megatron_lite.description.operations import LayerDescription
-from megatron_lite.description.sizes import Shape, Sizes
+from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.predict.kept_tensors import (
     HEAD,
@@ -88,12 +88,11 @@ def stage_course(
     plan: RecomputePlan, sizes: Sizes, weights: GatheredWeights = NOT_SHARDED
 ) -> StageCourse:
     """Returns the course of a micro-batch. weights: those that FSDP2 gathers."""
-    shape, layers, waits = Shape(sizes), describe_layers(sizes, plan.tiles), 0
-    hidden = shape.residual
+    layers, waits, hidden = describe_layers(sizes, plan.tiles), 0, sizes.residual
     # The gradient of a tied weight waits for that of the lookup.
-    if waits_for_lookup(shape):
+    if waits_for_lookup(sizes):
         wide = sizes.accumulate_bytes if sizes.sums_gradients else sizes.element_bytes
-        waits = sizes.padded_vocab_size // sizes.tp_size * shape.model.hidden_size * wide
+        waits = sizes.padded_vocab_size // sizes.tp_size * sizes.model.hidden_size * wide
     alike = {id(one): one for one in layers}.values()
     tensors = {one for layer in alike for each in layer.operations for one in each.keeps}
     tables = sum(one.num_bytes for one in tensors if one.shared)
@@ -187,7 +186,7 @@ def stage_course(
         backward.other += end.left
 
     def run_segment(number: int, segment: Segment) -> None:
-        whole, back, copied = segment.unit or bool(segment.ops), returned[number], 0
+        whole, back, copied = segment.is_whole, returned[number], 0
         at, residual, own = (
             segment.first_layer,
             layers[segment.first_layer].input.num_bytes,

@@ -109,12 +109,10 @@ def _states(settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int)
     config = settings.config
     held = [one for stage in config.stages_of_rank(pp_rank) for one in _parameters(config, stage)]
     element = FORMATS[config.training.precision]
-    parallel, shards = config.parallel, config.parallel.shards(dp_cp_size)
-    own_rank = dp_cp_rank % shards
-    if config.data_parallel.use_torch_fsdp2 and shards > 1:
-        return _fully_sharded(config, held, shards, own_rank)
-    zero1 = config.data_parallel.use_distributed_optimizer and shards > 1
-    shards = shards if zero1 else 1
+    parallel, shards = config.parallel, config.shards(dp_cp_size)
+    rank, is_shared = dp_cp_rank % shards, shards > 1
+    if config.data_parallel.use_torch_fsdp2 and is_shared:
+        return _fully_sharded(config, held, shards, rank)
     # The ranks with the same experts. TP ranks that hold whole experts are among them.
     unit = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel
     copies = dp_cp_size * parallel.tensor_model_parallel_size // unit
@@ -122,12 +120,11 @@ def _states(settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int)
         [one._replace(of_experts=one.of_experts and parallel.spreads_experts) for one in held],
         bucket_size=config.data_parallel.bucket_size(dp_cp_size) if dp_cp_size > 1 else None,
         shards=shards,
-        expert_shards=parallel.shards(copies) if zero1 else 1,
+        expert_shards=config.shards(copies) if is_shared else 1,
     )
     # ZeRO-1's weights are views of buckets (optim/layouts.py), so their padding counts too.
     in_buckets = [bucket.num_elements for bucket in buckets]
-    weights = in_buckets if zero1 else [one.num_elements for one in held]
-    rank = own_rank if zero1 else 0
+    weights = in_buckets if is_shared else [one.num_elements for one in held]
     own_ranks = [rank * bucket.shards // shards for bucket in buckets]  # of copies of experts too
     is_matrix = {one.name: _is_matrix(one) for one in held}
     pieces = [
@@ -281,11 +278,11 @@ def update_memory(
 ) -> UpdateMemory:
     """Returns the memory of the end of a step. stage: one of the rank's stages."""
     found = [UpdateMemory("update", 0, True)]
-    sharding, shards = config.data_parallel, config.parallel.shards(dp_cp_size)
+    sharding, shards = config.data_parallel, config.shards(dp_cp_size)
     in_bf16 = sharding.grad_reduce_in_bf16 and config.optimizer.main_grads_dtype == "fp32"
     sent = states.gradients // FLOAT32 * BFLOAT16 if in_bf16 else states.gradients
     if dp_cp_size > 1 and not (sharding.use_torch_fsdp2 and shards > 1):
-        copied = sharding.use_distributed_optimizer and device == "cpu" and shards > 1
+        copied = device == "cpu" and shards > 1
         name = "reduction of gradients" + " in bfloat16" * in_bf16
         found.append(UpdateMemory(name, sent * (in_bf16 + copied), True))
         found.append(UpdateMemory("gather of weights", states.weights * copied, True))
@@ -355,9 +352,8 @@ def _matrices(
         most, done = max(most, done + used), done + result
     direction = whole if optimizer.muon_nesterov else 0
     alone = direction + max(most, done + whole)
-    sharding = config.data_parallel
-    if shards == 1 or not (sharding.use_distributed_optimizer or sharding.use_torch_fsdp2):
+    if shards == 1:
         return alone
     # The direction is gathered: padded, as a part for every rank, and joined.
-    share = whole // shards if sharding.use_torch_fsdp2 else whole
+    share = whole // shards if config.data_parallel.use_torch_fsdp2 else whole
     return max(share + shards * share + whole + direction, alone + whole)

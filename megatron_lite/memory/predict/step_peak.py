@@ -24,7 +24,6 @@ left out. Standard library only.
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -32,18 +31,18 @@ from typing import Any, NamedTuple
 from megatron_lite.config.row_blocks import hashed_at_a_time
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
-from megatron_lite.description.sizes import Shape, Sizes
+from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.pipeline_memory import (
     RankSchedule,
     alike_ranks,
     enough_microbatches,
-    stage_plan,
     step_microbatches,
 )
 from megatron_lite.memory.predict.stage_course import StageCourse, stage_course
 from megatron_lite.memory.predict.states import rank_states, update_memory
 from megatron_lite.memory.predict.walk import NOT_SHARDED, GatheredWeights, Moment
 from megatron_lite.pipeline.order import Action
+from megatron_lite.recompute.schedule import stage_plan
 
 EXACT, BOUND, ESTIMATE = "exact", "bound", "estimate"
 ROUNDING, CUBLAS = "rounding of the allocator", "workspaces of cuBLAS"
@@ -106,23 +105,6 @@ class StepPeak(NamedTuple):
         return sum(term.num_bytes for term in self.terms if term.name in (ROUNDING, CUBLAS))
 
 
-class _Fullest(NamedTuple):
-    """The fullest moment of a step, with the bytes beyond those that are held between steps.
-
-    arrived: the bytes of a tensor that has arrived for the next action. sent: those of a tensor
-        that may still be on its way.
-    """
-
-    action: Action
-    moment: Moment
-    arrived: int = 0
-    sent: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return self.moment.num_bytes + self.arrived + self.sent
-
-
 def band(config: RunConfig, device: str) -> str:
     """Returns in words how far a prediction may be from the peak of a real step.
 
@@ -134,44 +116,46 @@ def band(config: RunConfig, device: str) -> str:
 
 
 def step_peak(
-    config: RunConfig, pp_rank: int, *, device: str, dp_cp_size: int, dp_cp_rank: int = 0
+    config: RunConfig, pp_rank: int, *, device: str, dp_size: int = 1, dp_cp_rank: int = 0
 ) -> StepPeak:
-    """Returns the peak of a step of the run's largest batch on one rank. The vocabulary size must
-    be known.
+    """Returns the peak of a step on one rank, with the most micro-batches that the run has.
+
+    The vocabulary size must be known.
 
     pp_rank: the pipeline rank.
     device: "cpu" or "cuda". On a CPU tensors in host memory count too.
-    dp_cp_size, dp_cp_rank: the number of ranks that share the states, over data and context
-        parallelism together, and the number of this rank among them.
-    ValueError: the batch does not divide over ranks and micro-batches.
+    dp_size: the number of data-parallel ranks.
+    dp_cp_rank: the number of this rank among those that share the states, over data and context
+        parallelism together.
     """
+    dp_cp_size = dp_size * config.parallel.context_parallel_size
     states = rank_states(config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank)
-    number = step_microbatches(config, dp_cp_size // config.parallel.context_parallel_size)
-    shards = config.parallel.shards(dp_cp_size) if config.data_parallel.use_torch_fsdp2 else 1
-    schedule = RankSchedule.of(config, pp_rank, enough_microbatches(config, pp_rank, most=number))
+    number = step_microbatches(config, dp_size)
+    shards = config.shards(dp_cp_size) if config.data_parallel.use_torch_fsdp2 else 1
+    schedule = RankSchedule.of(config, pp_rank, enough_microbatches(config, pp_rank, number))
     stages = schedule.stages
 
     @cache
     def course(chunk: int, keeps_all: bool) -> StageCourse:
         stage = stages[chunk]
-        sizes = Sizes.in_training(config, device=device, stage=stage, accumulates=number > 1)
+        sizes = Sizes.in_training(
+            config, device=device, stage=stage, accumulates=number > 1, sharded=shards > 1
+        )
         weights = NOT_SHARDED
         if shards > 1:
-            # FSDP2 has no sum of whole gradients: they live until their unit is reduced.
-            sizes = replace(sizes, sums_gradients=False, adds_by_itself=False)
             weights = GatheredWeights.of(config, sizes, stage, shards)
         return stage_course(stage_plan(config, stage, keeps_all), sizes, weights)
 
-    held, waiting = _fullest(config, device, schedule, course)
+    action, held, waiting = _fullest(config, device, schedule, course)
     each = [course(chunk, False) for chunk in range(len(stages))]
     update = update_memory(config, stages[0], states, dp_cp_size=dp_cp_size, device=device)
     sure = ESTIMATE
-    where = _when(config, held, stages)
+    where = _when(config, action, held, stages)
     if update.num_bytes > held.num_bytes:  # a small batch: the update holds more than any backward
-        held = _Fullest(held.action, Moment(update.where, other=update.num_bytes))
+        held = Moment(update.where, other=update.num_bytes)
         sure = EXACT if update.is_exact else ESTIMATE
         where = f"{update.where} after the last backward"
-    moment, verifies = held.moment, config.recompute.recompute_verify
+    verifies = config.recompute.recompute_verify
     # forward's and backward's threads have one each, and a captured step has a stream of its own
     workspaces = 2 + (config.training.cuda_graph_impl != "none")
     on_cpu, on_gpu = device == "cpu", device != "cpu"
@@ -187,9 +171,9 @@ def step_peak(
         (CUBLAS, on_gpu * workspaces * WORKSPACE, ESTIMATE),
         ("rotary tables", sum(one.tables for one in each), EXACT),
         ("gathered weights", sum(one.staying for one in each), ESTIMATE),
-        (KEPT, moment.kept, EXACT),
-        (REBUILT, moment.rebuilt, EXACT),
-        (f"workspace of the {moment.where}", moment.other, sure),
+        (KEPT, held.kept, EXACT),
+        (REBUILT, held.rebuilt, EXACT),
+        (f"workspace of the {held.where}", held.other, sure),
         ("hidden states received early", held.arrived, EXACT),
         ("hidden states being sent", held.sent, ESTIMATE),
         ("arena of saved inputs", arena, EXACT),
@@ -213,11 +197,12 @@ def _fullest(
     device: str,
     schedule: RankSchedule,
     course_of: Callable[[int, bool], StageCourse],
-) -> tuple[_Fullest, Counter[int]]:
-    """Returns the fullest moment of a rank's actions, and for each chunk how many micro-batches
-    await backward at most."""
+) -> tuple[Action, Moment, Counter[int]]:
+    """Returns the fullest of a rank's actions and the moment in it, with the bytes beyond those
+    that are held between steps, and for each chunk how many micro-batches await backward at most.
+    """
     stages, actions = schedule.stages, schedule.actions
-    hidden = Shape(Sizes.of(config, device)).residual
+    hidden = Sizes.of(config, device).residual
 
     def crosses(action: Action) -> tuple[bool, bool]:
         """Returns whether the action receives from another stage, and whether it sends."""
@@ -225,7 +210,7 @@ def _fullest(
         ends = not stage.is_first, not stage.is_last
         return ends if action.kind == "forward" else ends[::-1]
 
-    found, kept, other = _Fullest(actions[0], Moment()), 0, 0
+    found, at, kept, other = Moment(), actions[0], 0, 0
     waiting, most = Counter[int](), Counter[int]()
     under_way = deque([0], maxlen=1 if len(stages) == 1 or stages[-1].is_last else 3)
     for action, following in zip_longest(actions, actions[1:]):
@@ -239,21 +224,26 @@ def _fullest(
         # The action's own input arrived before, and belongs to its passage from now on.
         other += hidden * receives
         fullest = passage.fullest
-        here = fullest._replace(kept=kept + fullest.kept, other=other + fullest.other)
-        one = _Fullest(action, here, hidden if early else 0, sum(under_way))
-        found = max(found, one, key=lambda each: each.num_bytes)
+        here = fullest._replace(
+            kept=kept + fullest.kept,
+            other=other + fullest.other,
+            arrived=hidden if early else 0,
+            sent=sum(under_way),
+        )
+        if here.num_bytes > found.num_bytes:
+            found, at = here, action
         # A passage ends without the tensor that the action sends. The tensor is counted here as
         # long as it may be on its way.
         kept += passage.kept
         other += passage.other
         under_way.append(hidden * sends)
-    return found, most
+    return at, found, most
 
 
-def _when(config: RunConfig, held: _Fullest, stages: tuple[Stage, ...]) -> str:
-    stage, layer = stages[held.action.chunk], held.moment.layer
-    place = "" if layer is None else f" of layer {stage.first_layer + layer}"
-    where = f"{held.moment.where}{place}, micro-batch {held.action.microbatch + 1}"
+def _when(config: RunConfig, action: Action, held: Moment, stages: tuple[Stage, ...]) -> str:
+    stage = stages[action.chunk]
+    place = "" if held.layer is None else f" of layer {stage.first_layer + held.layer}"
+    where = f"{held.where}{place}, micro-batch {action.microbatch + 1}"
     if config.parallel.pipeline_model_parallel_size == 1:
         return where
     return f"{where} of stage {stage.number}"

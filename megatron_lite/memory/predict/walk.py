@@ -88,7 +88,7 @@ class GatheredWeights(NamedTuple):
     def of(cls, config: RunConfig, sizes: Sizes, stage: Stage, shards: int) -> GatheredWeights:
         """Returns the units of a stage. shards: the ranks over which FSDP2 shards everything."""
         model = config.model
-        sent = FLOAT32 if config.training.precision == "fp32" else sizes.element_bytes
+        sent = sizes.element_bytes
         reduced = sent if config.data_parallel.grad_reduce_in_bf16 else FLOAT32
         first = _parameters(embedding_operations(sizes))
         last_ones = _parameters(head_operations(sizes))
@@ -163,6 +163,8 @@ class Moment(NamedTuple):
     layer: the number of the layer in its stage, or None outside of the layers.
     kept: the bytes kept for backward. rebuilt: those that a replay has rebuilt.
     other: hidden states, gradients, temporaries and gathered weights.
+    arrived: a tensor that has arrived for the next action of a pipeline. sent: tensors that may
+        still be on their way.
     """
 
     where: str = ""
@@ -170,11 +172,13 @@ class Moment(NamedTuple):
     kept: int = 0
     rebuilt: int = 0
     other: int = 0
+    arrived: int = 0
+    sent: int = 0
 
     @property
     def num_bytes(self) -> int:
         """All bytes together."""
-        return self.kept + self.rebuilt + self.other
+        return sum(self[2:])
 
 
 class Passage:
