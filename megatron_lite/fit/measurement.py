@@ -188,18 +188,19 @@ class Measurement:
             remove_policy_(self.model)
 
     def _problem(self, spans: list[Span], candidates: list[str]) -> Problem:
-        kinds: dict[Any, list[int]] = {}
+        by_kind: dict[Any, list[int]] = {}
         self._used = {span.layer for span in spans if span.name == BACKWARD}
         stages = {layer: stage_of(name) for name, layers in self._lists.items() for layer in layers}
         for number, layer in enumerate(self._layers):
             # Without a backward, what is kept is soon freed.
             others = self._notes.forms[number], stages[layer], number in self._used
-            kinds.setdefault((kind_of(layer), *others), []).append(number)
+            by_kind.setdefault((kind_of(layer), *others), []).append(number)
+        kinds = [*by_kind.values()]
         order = [*map([*self._full].index, self._layers)]
-        told = self._ranks.told(((order, [*kinds.values()]), self._notes.shared()))
+        told = self._ranks.told(((order, kinds), self._notes.shared()))
         self._shared = _of_all_ranks(*zip(*told, strict=True))
-        self._alike = {number: same for same in kinds.values() for number in same}
-        waiting = [(numbers, list(candidates)) for numbers in kinds.values()]
+        self._alike = {number: same for same in kinds for number in same}
+        waiting = [(numbers, list(candidates)) for numbers in kinds]
         found: dict[tuple[int, str], Option] = {}
         self._finds_left = False  # whether a forward after a backward does
         # what a call of a layer keeps, in thousandths of its largest call
@@ -223,8 +224,8 @@ class Measurement:
                         tried[number] = actions.pop(0)
             for number, one in self._compared(tried, spans).items():
                 found[self._alike[number][0], one.action] = one
-        options = {}
-        for numbers in kinds.values():
+        options: list[list[Option]] = [[] for _ in self._layers]
+        for numbers in kinds:
             agreed = self._agreed([found[numbers[0], action] for action in candidates])
             kept = {FULL: 0} | {one.action: one.kept for one in agreed}
             # Without its twin on the device, which ran out of memory, it is not known what moves.
@@ -247,27 +248,22 @@ class Measurement:
                     for one in (*agreed, full)
                 ]
         # Most shared tensors are kept by every option.
-        differ = {
-            key for each in options.values() for one in each for key in one.keeps ^ each[-1].keeps
-        }
+        differ = {key for each in options for one in each for key in one.keeps ^ each[-1].keeps}
         moments = self._moments(spans)
         told = self._ranks.told((spans[-1].end, sum(span.nanoseconds for span in spans)))
         end, time = map(max, zip(*told, strict=True))
         return Problem(
-            options=[
-                [one._replace(keeps=one.keeps & differ) for one in each]
-                for _, each in sorted(options.items())
-            ],
+            options=[[one._replace(keeps=one.keeps & differ) for one in each] for each in options],
             begin=max(one.peak for one in moments[-1]),
             end=max((one.peak for one in moments[-1] if one.name == AFTER), default=0),
-            moments=[moments[number] for number in range(len(self._layers))],
+            moments=moments[:-1],
             update=end + self._update,
             nanoseconds=time,
             shared={key: self._shared[key] for key in differ},
         )
 
-    def _moments(self, spans: list[Span]) -> dict[int, list[Moment]]:
-        """Returns the peaks by the place of their layer, or at -1 those where no layer waits."""
+    def _moments(self, spans: list[Span]) -> list[list[Moment]]:
+        """Returns the peaks by the place of their layer, and at the end those where none waits."""
         found = []
         again = _second_forward(spans)
         for at, span in enumerate(spans):
@@ -283,9 +279,9 @@ class Measurement:
             finds_left = self._finds_left and at >= again and span.name in (FORWARD, OUTSIDE)
             peak = span.peak + self._missing
             found.append((place, Moment(span.name, peak, *waiting, finds_left)))
-        moments: dict[int, list[Moment]] = {}
+        moments: list[list[Moment]] = [[] for _ in (*self._layers, None)]
         for place, one in sorted(chain(*self._ranks.told(found)), key=lambda each: -each[1].peak):
-            here = moments.setdefault(place, [])
+            here = moments[place]
             if not any(one.name == more.name and all(map(le, one, more)) for more in here):
                 here.append(one)
         return moments
