@@ -26,7 +26,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments import parse_args
-from megatron_lite.parallel.collectives import all_gather_bytes
+from megatron_lite.parallel.collectives import gather_values
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.build_trainer import build_trainer
 
@@ -77,7 +77,7 @@ def row(left: str, right: str) -> None:
 
 def everywhere(text: str) -> list[str]:
     """Returns the text of every rank."""
-    return [data.decode() for data in all_gather_bytes(text.encode(), dist.group.WORLD)]
+    return gather_values(text, dist.group.WORLD)
 
 
 def one_step(flags: list[str]) -> tuple[list[str], float]:

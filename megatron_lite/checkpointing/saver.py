@@ -17,11 +17,10 @@ messages never mix with those of training.
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -36,9 +35,9 @@ from megatron_lite.checkpointing.metadata import MANIFEST, FileRow, Manifest
 from megatron_lite.checkpointing.shards import write_tensors
 from megatron_lite.checkpointing.state import Snapshot
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
-from megatron_lite.config.checks import InputError, PeerError, parse_json
+from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.data.durable_files import checksum_of, sync, write_synced
-from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
+from megatron_lite.parallel.collectives import all_reduce_, gather_values
 from megatron_lite.parallel.state import ParallelState
 
 # What becomes of an action. REFUSED: trying again is of no use, as after a lost lock. FAILED: the
@@ -59,6 +58,7 @@ class Saver:
 
     directory: of `claim_directory`.
     say: logs a line.
+    tokenizer: the contents of the tokenizer's files, which every step stores; rank 0 writes them.
     copies: whether a snapshot must copy its tensors, because training goes on during the write.
     Use it as a context manager. At the end of the block it waits for a save under way and releases
     the directory.
@@ -77,6 +77,7 @@ class Saver:
         self._under_way: Future[list[str]] | None = None
         self.failure: SaveFailed | None = None  # of the last save; None if it is durable
         self.say = lambda line: None
+        self.tokenizer: Mapping[str, bytes] = {}
 
     @property
     def warnings(self) -> list[str]:
@@ -254,8 +255,7 @@ class Saver:
                 rank = self._parallel.rank
                 reason = f"{fault} written by rank {rank}: {type(error).__name__}: {error}"
             answer = (kind, reason[:LONGEST_REASON])
-        texts = all_gather_bytes(json.dumps(answer).encode(), self._parallel.saver_group)
-        answers = [parse_json(text) for text in texts]
+        answers = gather_values(answer, self._parallel.saver_group)
         # A refusal such as LockLost names the cause, so it comes first. If a later start has
         # removed the folder, the other ranks see only a missing file.
         kind, rank = min((kind, rank) for rank, (kind, _) in enumerate(answers))

@@ -37,7 +37,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import read_input, regular_path
 from megatron_lite.config.invocation import subcommand
 from megatron_lite.memory.predict.states import parameter_count
-from megatron_lite.parallel.state import ParallelState, from_rank_0, gather_texts
+from megatron_lite.parallel.state import ParallelState
 
 MOST_REPORTED = 5
 NAMED = 3  # folders that a message lists
@@ -90,7 +90,7 @@ def find_start(options: CheckpointConfig, parallel: ParallelState) -> Start:
         return _pretrained(options, parallel) or Start()
     root = Path(options.load)
     listed = parallel.together("--load", lambda: parallel.rank == 0 and candidates(root))
-    there = Candidates(*from_rank_0(lambda: listed, parallel))
+    there = Candidates(*parallel.from_rank_0(lambda: listed))
     if not there.steps:
         if there.fault:
             raise InputError(
@@ -112,7 +112,7 @@ def find_start(options: CheckpointConfig, parallel: ParallelState) -> Start:
         found = parallel.together(
             "--load", lambda: step_fault(step, rank=parallel.rank, size=parallel.world_size)
         )
-        return next(filter(None, gather_texts(found or "", parallel)), None)
+        return next(filter(None, parallel.gathered(found)), None)
 
     step, notices = newest_good_step(root, there, fault_of, fallback=not options.no_load_fallback)
     saved = parallel.together("--load", lambda: SavedStep(step))

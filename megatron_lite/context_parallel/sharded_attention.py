@@ -44,7 +44,7 @@ from megatron_lite.parallel.collectives import (
     start_all_gather_first_dim,
     start_shift,
 )
-from megatron_lite.parallel.compiled import Tensors
+from megatron_lite.parallel.compiled import Tensors, at_least_float32
 from megatron_lite.parallel.torch_internals import group_of_name
 from megatron_lite.parallel.weight_gradient import in_autocast_dtype
 
@@ -73,7 +73,7 @@ def context_parallel_attention(
         grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor
     ) -> Tensors:
         own, (parts, total) = torch.stack((key, value)), EXCHANGES[comm_type]
-        grad_query = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
+        grad_query = torch.zeros_like(query, dtype=at_least_float32(query.dtype))
 
         def gradients() -> Iterator[PartGradient]:
             # The parts arrive again, as in forward. Each kernel gets the output and lse of all

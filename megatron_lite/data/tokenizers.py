@@ -46,14 +46,15 @@ class Tokenizer(NamedTuple):
 
     vocab_size: 1 + the largest id.
     end: the id that ends a document, or why there is none.
-    encode, decode: those of a library.
+    encode: that of a library.
+    detokenize: returns the text of ids.
     backend: the tokenizer of the library `tokenizers`; None for those of other libraries.
     """
 
     vocab_size: int
     end: int | str
     encode: Callable[[str], Sequence[int]]
-    decode: Callable[[list[int]], str]
+    detokenize: Callable[[Sequence[int]], str]
     backend: Any = None
 
     @property
@@ -68,10 +69,6 @@ class Tokenizer(NamedTuple):
         the NullTokenizer does not take."""
         check_encodes(text)
         return [*self.encode(text)]
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """Returns the text of the ids."""
-        return self.decode([*map(int, ids)])
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
@@ -165,11 +162,8 @@ def _gpt2(config: TokenizerConfig) -> Tokenizer:
     library = _imported("tokenizers")
     words = parse_json(vocabulary)
     pairs = merges_of(merges.decode("utf-8-sig"))
-    tokenizer = library.Tokenizer(
-        _parsed(" and ".join(map(str, files)), library.models.BPE, (words, pairs))
-    )
-    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = library.decoders.ByteLevel()
+    source = " and ".join(map(str, files))
+    tokenizer = _parsed(source, library.ByteLevelBPETokenizer, (words, pairs))
     return _of_library(files[0], tokenizer, END_OF_DOCUMENT[:1])
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.parallel.compiled import Kernels, Pair, Tensors, applied
+from megatron_lite.parallel.compiled import Kernels, Pair, Tensors, applied, at_least_float32
 
 aten = torch.ops.aten
 INPUT = slice(0, 1)
@@ -30,7 +30,7 @@ def tanh_gelu(intermediate: Tensor) -> Tensor:
     if intermediate.device.type != "cpu":
         return F.gelu(intermediate, approximate="tanh")
     # x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)) = x sigmoid(x (A + B x^2))
-    x = intermediate.to(torch.promote_types(intermediate.dtype, torch.float32))
+    x = intermediate.to(at_least_float32(intermediate.dtype))
     output = (x * x).mul_(B).add_(A).mul_(x).sigmoid_().mul_(x)
     return output.to(intermediate.dtype)
 

@@ -42,7 +42,7 @@ from megatron_lite.context_parallel.attention_kernels import (
 )
 from megatron_lite.model.dropout import dropout
 from megatron_lite.model.norm import Norm
-from megatron_lite.parallel.compiled import Kernels, Pair, Tensors, applied
+from megatron_lite.parallel.compiled import Kernels, Pair, Tensors, applied, at_least_float32
 from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -365,7 +365,7 @@ class CoreAttention(nn.Module):
             scores = torch.add(mask, scores.tanh(), alpha=self.cap)
         dtype = scores.dtype
         if self.config.attention_softmax_in_fp32:
-            dtype = torch.promote_types(dtype, torch.float32)
+            dtype = at_least_float32(dtype)
         weights = F.softmax(scores, dim=-1, dtype=dtype).to(value.dtype)
         weights = dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL, self.kernels)
         attended = applied(WEIGHTED_SUM, weights, value, skip_tail=skip_tail)

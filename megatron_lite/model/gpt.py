@@ -285,13 +285,4 @@ def shard_model_(model: GPTModel, parallel: ParallelState, config: DataParallelC
         return
     from megatron_lite.parallel.fsdp import fully_shard_  # late: 0.6 s
 
-    embedding = model.embedding
-    fully_shard_(
-        model,
-        parallel.shard_mesh,
-        config,
-        layers=model.decoder.layers,
-        embedding=None if embedding is None else embedding.word_embeddings,
-        output=model.output_layer,
-        dtype=model.context.params_dtype,
-    )
+    fully_shard_(model, parallel.shard_mesh, config)

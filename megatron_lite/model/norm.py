@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.parallel.collectives import Group, all_reduce
-from megatron_lite.parallel.compiled import Pair, Tensors, applied, passing_on
+from megatron_lite.parallel.compiled import Pair, Tensors, applied, at_least_float32, passing_on
 from megatron_lite.tensor_parallel.layers import new_parameter
 from megatron_lite.tensor_parallel.rank_context import RankContext
 
@@ -127,7 +127,7 @@ def rms_norm(
     weight: [n]. group: the ranks that split each row; one all-reduce. Backward issues one too.
     """
     rows = hidden_states.reshape(-1, weight.numel())
-    x = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    x = rows.to(at_least_float32(rows.dtype))
     scale = _mean(x.square(), group).add_(epsilon).rsqrt_()
     return (x * scale).mul_(weight).to(rows.dtype).view(hidden_states.shape), scale
 

@@ -29,7 +29,7 @@ from torch.distributed import ReduceOp
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.parallel.collectives import Group, all_reduce_
-from megatron_lite.parallel.compiled import Gradients, Pair, Tensors, applied
+from megatron_lite.parallel.compiled import Gradients, Pair, Tensors, applied, at_least_float32
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.phase import is_recomputing
@@ -280,7 +280,7 @@ def _scores(logits: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor.to(at_least_float32(tensor.dtype))
 
 
 def _weights(logits: Tensor, experts: Tensor, config: ModelConfig) -> Tensor:

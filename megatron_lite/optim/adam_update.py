@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +19,10 @@ from torch.optim.sgd import sgd
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.optim.layouts import Bucketed, Piece
 from megatron_lite.optim.stored import new_state, update_apart
+from megatron_lite.parallel.compiled import Kernels
 from megatron_lite.parallel.rng import derive_seed
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import fused_adamw_
-
-if TYPE_CHECKING:
-    from megatron_lite.parallel.compiled import Kernels
 
 Rate = float | Tensor  # a 0-d tensor in a CUDA graph: float32 there, float64 on a CPU
 

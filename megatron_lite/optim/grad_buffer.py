@@ -23,7 +23,7 @@ ranks. With overlap the order is the other way round.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.description.gradient_buckets import BucketLayout, bucket_layouts
 from megatron_lite.description.operations import Parameter
+from megatron_lite.optim.host_link import HostLink
 from megatron_lite.parallel.collectives import (
     Started,
     all_reduce_,
@@ -40,9 +41,6 @@ from megatron_lite.parallel.collectives import (
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import foreach_copy_
-
-if TYPE_CHECKING:
-    from megatron_lite.optim.host_link import HostLink
 
 
 class Bucket:

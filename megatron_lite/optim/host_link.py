@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import optimizer_settings
-from megatron_lite.optim.layouts import Piece
 
 if TYPE_CHECKING:
+    from megatron_lite.optim.layouts import Piece
     from megatron_lite.optim.stored import Part
 
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim.grad_buffer import Bucket, GradBuffer
+from megatron_lite.optim.host_link import HostLink
 from megatron_lite.optim.stored import new_state, write_whole_
 from megatron_lite.parallel.collectives import (
     Group,
@@ -46,13 +47,11 @@ from megatron_lite.parallel.collectives import (
     all_reduce_,
     start_all_gather_into_,
 )
+from megatron_lite.parallel.compiled import at_least_float32
 from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import address_of, foreach_copy_
 from megatron_lite.parallel.weights import READER, gathered_dtype, local_part
-
-if TYPE_CHECKING:
-    from megatron_lite.optim.host_link import HostLink
 
 SUMS_ACROSS = "set_requires_all_reduce"  # a method of FSDP2's units
 # The weights that --decoupled-lr is for, by the ends of their names.
@@ -168,10 +167,8 @@ class Bucketed:
         with torch.no_grad():
             self.pieces = self._new_pieces(model)
         if hosted := [piece for piece in self.pieces if piece.on_host]:
-            from megatron_lite.optim import host_link
-
             overlaps = optimizer.overlap_cpu_optimizer_d2h_h2d
-            self.link = host_link.HostLink(hosted, overlaps=overlaps)
+            self.link = HostLink(hosted, overlaps=overlaps)
             self.gradients.host = self.link if overlaps else None
         self._rounded = [
             piece for piece in self.pieces if not piece.apart and is_rounded(piece.weight.dtype)
@@ -285,7 +282,7 @@ class Bucketed:
         if group is None:
             assert value is not None, name
             return value.view(parameter.shape)
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        dtype = at_least_float32(parameter.dtype)
         padded = torch.zeros(max(lengths), dtype=dtype, device=parameter.device)
         if value is not None:
             padded[: value.numel()].copy_(value.detach().reshape(-1))
@@ -416,4 +413,4 @@ class FullySharded(Bucketed):
 
 def is_rounded(dtype: torch.dtype) -> bool:
     """Returns whether weights of this dtype need a float32 master."""
-    return torch.promote_types(dtype, torch.float32) != dtype
+    return at_least_float32(dtype) != dtype

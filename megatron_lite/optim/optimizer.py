@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,25 +23,17 @@ from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim import stored
 from megatron_lite.optim.adam_update import AdamW, Sgd
 from megatron_lite.optim.layouts import Bucketed, FullySharded, Piece
+from megatron_lite.optim.loss_scale import LossScale, SpikeGuard
+from megatron_lite.optim.muon_update import Muon
 from megatron_lite.parallel.collectives import Timed, all_reduce, all_reduce_, not_timed
+from megatron_lite.parallel.compiled import Kernels
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import foreach_mul_, foreach_norm
 
-if TYPE_CHECKING:
-    from megatron_lite.optim.loss_scale import LossScale, SpikeGuard
-    from megatron_lite.parallel.compiled import Kernels
-
-
-def _muon(*arguments: Any) -> Any:
-    from megatron_lite.optim.muon_update import Muon
-
-    return Muon(*arguments)
-
-
 # By the name of --optimizer, a function of (layout, config, parallel). The result has the methods
 # of AdamW.
-RULES = {ADAM: AdamW, SGD: Sgd, MUON: _muon}
+RULES = {ADAM: AdamW, SGD: Sgd, MUON: Muon}
 
 
 class OptimizerStep(NamedTuple):

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import optimizer_settings
+from megatron_lite.parallel.compiled import CompiledKernels, at_least_float32
 from megatron_lite.parallel.torch_internals import foreach_copy_, is_fake
 
 if TYPE_CHECKING:
     from megatron_lite.optim.adam_update import AdamW
     from megatron_lite.optim.layouts import Piece
-    from megatron_lite.parallel.compiled import CompiledKernels
 
 SCALES = "scales_of_parts"
 HEADROOM = 15  # 2^15 is below float16's largest number
@@ -45,7 +45,7 @@ def parts_of(state: Tensor) -> list[slice]:
 def new_state(like: Tensor, kind: str, device: torch.device) -> Tensor:
     """Returns zeros in the shape of a weight. kind: "fp32" (float64 for such a weight), "bf16" or
     "fp16"."""
-    wide = torch.promote_types(like.dtype, torch.float32)
+    wide = at_least_float32(like.dtype)
     dtype = {"fp32": wide, "bf16": torch.bfloat16, "fp16": torch.float16}[kind]
     state = torch.zeros(like.shape, dtype=dtype, device=device)
     if kind == "fp16":
@@ -57,7 +57,7 @@ def read(states: Sequence[Tensor], places: Sequence[slice]) -> list[Tensor]:
     """Returns parts of states of one format as float32 (float64): the states' own memory, if they
     have that format."""
     own = _places(states, places)
-    values = _wide(own, torch.promote_types(own[0].dtype, torch.float32))
+    values = _wide(own, at_least_float32(own[0].dtype))
     for state, place, part in zip(states, places, values, strict=True):
         if (scales := getattr(state, SCALES, None)) is not None:
             part.mul_(scales[place.start // optimizer_settings.PART])
@@ -206,9 +206,7 @@ def adam_(
 ) -> None:
     """Writes AdamW's update to what is stored: main weights, both moments, and the weights of the
     model if they are others. decay, rate, root, skipped: 0-d."""
-    master, average, square = (
-        one.to(torch.promote_types(one.dtype, torch.float32)) for one in stored[:3]
-    )
+    master, average, square = (one.to(at_least_float32(one.dtype)) for one in stored[:3])
     grad, stays = grad.to(master.dtype), skipped > 0.0
     average = average.lerp(grad, 1.0 - betas[0])
     square = betas[1] * square + (1.0 - betas[1]) * grad * grad

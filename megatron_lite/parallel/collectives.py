@@ -10,6 +10,7 @@ Over gloo an all-gather and a reduce-scatter copy the whole tensor once, and an 
 broadcast copy nothing (description/sizes.py counts the copies).
 """
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup
 
+from megatron_lite.config.checks import parse_json
 from megatron_lite.parallel.torch_internals import (
     CachedMode,
     CachingMode,
@@ -271,19 +273,22 @@ def all_to_all(tensor: Tensor, received: list[int], sent: list[int], group: Proc
     return Started(result, (work,), tensor).wait()
 
 
-def all_gather_bytes(data: bytes, group: Group) -> list[bytes]:
-    """Returns the data of every rank, in rank order.
+def gather_values(value: Any, group: Group) -> list[Any]:
+    """Returns the value (of JSON) of every rank, in rank order.
 
     The group must have a CPU backend (gloo). Issues two all-gathers: one of the lengths, and one of
-    the data, padded to the greatest length.
+    the texts, padded to the greatest length. The ranks wait for each other, so it does not belong
+    in a step.
     """
     if group is None:
-        return [data]
+        return [value]
+    data = json.dumps(value).encode()
     lengths = all_gather_first_dim(torch.tensor([len(data)]), group).tolist()
-    padded = bytearray(data.ljust(max(*lengths, 1), b"\0"))
+    padded = bytearray(data.ljust(max(lengths), b"\0"))
     gathered = all_gather_first_dim(torch.frombuffer(padded, dtype=torch.uint8), group)
     rows = gathered.view(len(lengths), -1).numpy()
-    return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+    texts = [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+    return [*map(parse_json, texts)]
 
 
 def broadcast_(tensor: Tensor, group: Group) -> Tensor:

@@ -47,6 +47,8 @@ from megatron_lite.parallel.torch_internals import (
 # first argument and returns None
 Function = Callable[..., Any]
 Tensors = tuple[Tensor, ...]
+# A dtype, or float32 if it is narrower.
+at_least_float32 = partial(torch.promote_types, torch.float32)
 Gradients = tuple[Tensor | None, ...]  # of the first inputs of a function
 MOST_SHAPES = 16
 # Inductor's, whatever the environment says. Ranks must sum rows in the same order, and so must a
@@ -279,9 +281,7 @@ def _in_float32(function: Function, num_rounded: int) -> Function:
 
     def wide(*tensors: Tensor, **constants: Any) -> Any:
         operands = (
-            one.to(torch.promote_types(one.dtype, torch.float32))
-            if one.is_floating_point()
-            else one
+            one.to(at_least_float32(one.dtype)) if one.is_floating_point() else one
             for one in tensors
         )
         results = function(*operands, **constants)

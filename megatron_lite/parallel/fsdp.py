@@ -52,28 +52,18 @@ from megatron_lite.parallel.torch_internals import (
 from megatron_lite.parallel.weights import GATHERED_DTYPE, READER, STAND_INS
 
 
-def fully_shard_(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    config: DataParallelConfig,
-    *,
-    layers: Iterable[nn.Module],
-    embedding: nn.Module | None,
-    output: nn.Module | None,
-    dtype: torch.dtype,
-) -> None:
-    """Shards every parameter of `model` over the d ranks of the last axis of `mesh`, as DTensors.
+def fully_shard_(model: Any, mesh: DeviceMesh, config: DataParallelConfig) -> None:
+    """Shards every parameter of a GPTModel over the d ranks of the last axis of the mesh.
 
-    Each rank keeps 1/d of every parameter. Gradients are summed over the mesh, not averaged. If the
-    mesh has two axes, rows are summed over the first one too.
+    Each rank keeps 1/d of every parameter, as DTensors. Gradients are summed over the mesh, not
+    averaged. If the mesh has two axes, rows are summed over the first one too.
 
-    layers: each of them is a unit.
-    embedding: the token embedding, or None. With memory-efficient wrapping it is a unit. It is a
-        lookup, whose backward needs no weight.
-    output: the output projection, a unit too then. None with an embedding: the model reads the tied
-        weight with `weight_of(embedding)`.
-    dtype: the dtype of the gathered weights. If it has 16 bits, the rows are float32.
+    Each layer is a unit. With memory-efficient wrapping the token embedding is one, whose backward
+    needs no weight, since it is a lookup; and so is the output projection. A model without it reads
+    the tied weight with `weight_of`.
+    The gathered weights have the dtype of the model. If it has 16 bits, the rows are float32.
     """
+    dtype, output = model.context.params_dtype, model.output_layer
     rounded = dtype in (torch.bfloat16, torch.float16)
     reduce_dtype = torch.float32 if rounded else None
     if config.grad_reduce_in_bf16:
@@ -83,10 +73,11 @@ def fully_shard_(
     )
     unit = partial(_unit, mesh=mesh, mp_policy=policy)
     # The root comes last: fully_shard gives a module the parameters that no unit inside it has.
-    for layer in layers:
+    for layer in model.decoder.layers:
         unit(layer, reshard_after_forward=config.torch_fsdp2_reshard_after_forward)
     own_units = config.fsdp_memory_efficient_wrapping
-    if own_units and embedding is not None:
+    if own_units and model.embedding is not None:
+        embedding = model.embedding.word_embeddings
         unit(embedding, reshard_after_forward=True).set_unshard_in_backward(False)
         if output is None:
             embedding.__dict__[READER] = partial(_read_for_output, embedding)

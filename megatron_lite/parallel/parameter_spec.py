@@ -109,18 +109,12 @@ def mark(parameter: Marked, spec: ParameterSpec) -> Marked:
 
 
 def spec_of(parameter: Tensor) -> ParameterSpec:
-    """Returns the spec of a parameter. Raises TypeError if no layer has attached one."""
-    spec = getattr(parameter, "parameter_spec", None)
-    if not isinstance(spec, ParameterSpec):
-        raise TypeError(f"a parameter of shape {tuple(parameter.shape)} carries no ParameterSpec")
+    """Returns the spec that a layer has attached to a parameter."""
+    spec: ParameterSpec = parameter.parameter_spec  # type: ignore[attr-defined]
     return spec
 
 
 def saved_state(model: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters of a model, and its buffers that carry a spec, by name."""
-    buffers = {
-        name: buffer
-        for name, buffer in model.named_buffers()
-        if isinstance(getattr(buffer, "parameter_spec", None), ParameterSpec)
-    }
-    return {**dict(model.named_parameters()), **buffers}
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: one for name, one in tensors.items() if hasattr(one, "parameter_spec")}

@@ -15,7 +15,6 @@ Nothing here is global: callers pass the state down as an argument.
 from __future__ import annotations
 
 import datetime
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,10 +28,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_lite.config.checks import InputError, PeerError, input_faults, parse_json
+from megatron_lite.config.checks import InputError, PeerError, input_faults
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.parallel.collectives import Group, all_gather_bytes, all_reduce_
+from megatron_lite.parallel.collectives import Group, gather_values
 from megatron_lite.parallel.launch import Launch, read_launch
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.rng import RngStreams
@@ -143,15 +142,13 @@ class ParallelState:
         """
         return self.experts if spec.of_experts and self.experts is not None else self
 
-    def all_agree(self, yes: bool) -> bool:
-        """Returns whether `yes` is true on every rank.
+    def gathered(self, own: Any) -> list[Any]:
+        """Returns the value (of JSON) of every rank, by rank. Issues two all-gathers."""
+        return gather_values(own, self.world_group)
 
-        Issues one all-reduce of one number, and waits for the device.
-        """
-        if self.world_group is None:
-            return yes
-        votes = torch.tensor(float(yes), device=self.device)
-        return all_reduce_(votes, self.world_group, dist.ReduceOp.MIN).item() == 1.0
+    def from_rank_0(self, make: Callable[[], Any]) -> Any:
+        """Returns on every rank what the function returns on rank 0: values of JSON."""
+        return self.gathered(make() if self.rank == 0 else None)[0]
 
     def together(self, what: str, action: Callable[[], Result]) -> Result:
         """Runs `action()` on every rank and returns this rank's result once all ranks succeeded.
@@ -159,7 +156,7 @@ class ParallelState:
         If it fails on any rank, all ranks raise, and none is left waiting for another. A failure is
         an InputError or an OSError. A rank that failed raises InputError: its own, or the OSError
         as "WHAT: reason". The other ranks raise PeerError. The action must issue no collective.
-        Issues one all-reduce of one number, and waits for the device.
+        Issues the two all-gathers of `gathered`.
         """
         failure = None
         try:
@@ -169,24 +166,9 @@ class ParallelState:
         except OSError as error:
             failure = InputError(f"{what}: {error}")
             failure.__cause__ = error
-        if self.all_agree(failure is None):
+        if all(self.gathered(failure is None)):
             return result
         raise failure or PeerError(f"{what}: another rank failed, and says why")
-
-
-def gather_texts(text: str, parallel: ParallelState) -> list[str]:
-    """Returns every rank's text, by rank. Issues two all-gathers over all ranks.
-
-    The ranks wait for each other, so it does not belong in a step.
-    """
-    return [data.decode() for data in all_gather_bytes(text.encode(), parallel.world_group)]
-
-
-def from_rank_0(make: Callable[[], Any], parallel: ParallelState) -> Any:
-    """Returns on every rank what the function returns on rank 0: values of JSON. Issues two
-    all-gathers over all ranks."""
-    text = json.dumps(make()) if parallel.rank == 0 else ""
-    return parse_json(gather_texts(text, parallel)[0])
 
 
 def set_timeout(seconds: float) -> None:

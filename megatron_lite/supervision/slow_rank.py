@@ -51,7 +51,7 @@ from megatron_lite.parallel.collectives import (
 )
 from megatron_lite.parallel.messages import by_rank
 from megatron_lite.parallel.parameter_spec import spec_of
-from megatron_lite.parallel.state import ParallelState, gather_texts
+from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.tensor_hash import quick_hash
 
 PROBE_SIZE, PROBE_MATMULS = 4096, 8
@@ -94,7 +94,7 @@ class SlowRanks:
 
     def __init__(self, config: LoggingConfig, parallel: ParallelState) -> None:
         self._config, self._parallel = config, parallel
-        self._hosts = gather_texts(socket.gethostname(), parallel)
+        self._hosts = parallel.gathered(socket.gethostname())
         self._ms: list[float] = []
         self._probe = _Probe(parallel.device) if parallel.device.type == "cuda" else None
 
@@ -207,4 +207,4 @@ def replica_fault(model: nn.Module, optimizer: Optimizer, parallel: ParallelStat
     text = "".join([*odd][:1])
     if len(odd) > 1:
         text += f" and {len(odd) - 1} more tensors"
-    return by_rank(gather_texts(text, parallel))
+    return by_rank(parallel.gathered(text))

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_lite.config.row_blocks import rows_at_a_time
 from megatron_lite.parallel.collectives import Group, all_reduce, all_reduce_
-from megatron_lite.parallel.compiled import Kernels, Pair, Tensors, applied
+from megatron_lite.parallel.compiled import Kernels, Pair, Tensors, applied, at_least_float32
 from megatron_lite.parallel.torch_internals import backward_keeps_graph
 
 
@@ -145,7 +145,7 @@ def row_statistics(logits: Tensor, labels: LocalLabels, columns: Columns) -> Row
         of_rows = _run(columns, statistics_of_rows, logits, labels.column, num_ids=num_ids)
         return RowStatistics(*of_rows)
     rows = logits[:, :num_ids]
-    dtype = torch.promote_types(torch.float32, rows.dtype)
+    dtype = at_least_float32(rows.dtype)
     maximum = torch.full(rows.shape[:1], -torch.inf, dtype=dtype, device=rows.device)
     total, at_label = torch.zeros_like(maximum), torch.zeros_like(maximum)
     if num_ids:
@@ -235,7 +235,7 @@ def _run(columns: Columns, function: Callable[..., Any], *tensors: Tensor, **set
 
 def statistics_of_rows(logits: Tensor, column: Tensor, *, num_ids: int) -> Tensors:
     """Returns the fields of RowStatistics, by operators that inductor fuses into one pass."""
-    wide = _true_columns(logits, num_ids, torch.promote_types(torch.float32, logits.dtype))
+    wide = _true_columns(logits, num_ids, at_least_float32(logits.dtype))
     maximum = wide.amax(-1, keepdim=True)
     total = (wide - maximum).exp().sum(-1)
     at_label = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).to(wide.dtype)

@@ -29,7 +29,7 @@ from megatron_lite.parallel.collectives import (
     start_all_reduce_,
     start_reduce_scatter_first_dim,
 )
-from megatron_lite.parallel.compiled import Gradients, Pair, Tensors, applied
+from megatron_lite.parallel.compiled import Gradients, Pair, Tensors, applied, at_least_float32
 from megatron_lite.parallel.weight_gradient import (
     OwnSum,
     add_weight_product_,
@@ -197,7 +197,7 @@ class _Head(NamedTuple):
         grad_rows = torch.empty_like(rows) if needs_input else None
         grad_weight, reduction = None, None
         if needs_weight and self.add is None:
-            dtype = torch.promote_types(torch.float32, rows.dtype)
+            dtype = at_least_float32(rows.dtype)
             grad_weight = torch.empty_like(weight, dtype=dtype)
         for tokens, logits in self.logits(whole, weight):
             write_(tokens, logits)

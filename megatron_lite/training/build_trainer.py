@@ -19,11 +19,12 @@ from megatron_lite.config.stages import Stage, whole_model
 from megatron_lite.context_parallel.attention_kernels import KERNELS
 from megatron_lite.data.datasets import build_datasets
 from megatron_lite.model.gpt import GPTModel, ModelStages, shard_model_
+from megatron_lite.optim.loss_scale import LossScale, SpikeGuard
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.compiled import CompiledKernels, compiler_fault
 from megatron_lite.parallel.messages import told_by_rank_0
-from megatron_lite.parallel.state import ParallelState, from_rank_0, gather_texts
+from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.schedule import stage_plan
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
@@ -59,7 +60,7 @@ def with_known_compiler(config: RunConfig, parallel: ParallelState) -> tuple[Run
     if asked is not None:
         why = "--torch-compile" if asked else "--no-torch-compile"
     if compiles:
-        faults = [*filter(None, gather_texts(compiler_fault(parallel.device), parallel))]
+        faults = [*filter(None, parallel.gathered(compiler_fault(parallel.device)))]
         if faults and asked:
             raise InputError(f"--torch-compile {faults[0]}, or leave --torch-compile out")
         if faults:
@@ -116,16 +117,17 @@ def compile_layers_(model: GPTModel) -> None:
         layer.compile()
 
 
-def build_optimizer(config: RunConfig, parallel: ParallelState, model: ModelStages) -> Optimizer:
-    """Returns the optimizer of a run, with its loss scale and its guard against spikes."""
+def build_runner(config: RunConfig, parallel: ParallelState) -> tuple[StageRunner, Optimizer, str]:
+    """Returns the runner of a rank's stages and the optimizer, and the log's line about who sums
+    the weight gradients.
+
+    The optimizer has the loss scale of the run and its guard against spikes.
+    """
+    model = build_stages(config, parallel)
     training, loss_scale, spikes = config.training, None, None
     if training.fp16:
-        from megatron_lite.optim.loss_scale import LossScale
-
         loss_scale = LossScale(config.loss_scaling, parallel.device)
     if training.skip_update_on_spike is not None:
-        from megatron_lite.optim.loss_scale import SpikeGuard
-
         spikes = SpikeGuard(training.skip_update_on_spike, parallel.device)
     optimizer = Optimizer(
         model,
@@ -138,7 +140,10 @@ def build_optimizer(config: RunConfig, parallel: ParallelState, model: ModelStag
     )
     if training.check_for_nan_in_loss_and_grad:
         optimizer.measure_own_grad_norm()
-    return optimizer
+    accumulation = fuse_weight_gradients_(
+        training, parallel, model, optimizer, compiled_layers=config.compiles_layers
+    )
+    return StageRunner.of(config, model, parallel), optimizer, accumulation
 
 
 def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
@@ -159,7 +164,7 @@ def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
             saver = Saver(config.checkpoint, parallel, claim_directory(config.checkpoint, parallel))
             on_error.callback(saver.release)
         start, done = None, Progress()
-        tokenizer, attention, followed = dict[str, bytes](), list[str](), list[str]()
+        attention, followed = list[str](), list[str]()
         if training.deterministic_mode:
             from megatron_lite.training.deterministic import use_deterministic_algorithms
 
@@ -198,34 +203,29 @@ def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
                     vocab_size=config.tokenizer.true_vocab_size,
                     seed=training.seed,
                     num_samples=(num_samples, evaluated, evaluated),
-                    shared=partial(from_rank_0, parallel=parallel),
+                    shared=parallel.from_rank_0,
                     tokenizer=config.tokenizer,
                 )
             with told_by_rank_0("building the model and its optimizer", parallel.rank):
-                model = build_stages(config, parallel)
-                optimizer = build_optimizer(config, parallel, model)
-            runner = StageRunner.of(config, model, parallel)
-            accumulation = fuse_weight_gradients_(
-                training, parallel, model, optimizer, compiled_layers=config.compiles_layers
-            )
+                runner, optimizer, accumulation = build_runner(config, parallel)
             if parallel.device.type == "cuda":
                 from megatron_lite.training import deterministic
 
                 if parallel.cp_size == 1 and config.model.attention_backend in KERNELS:
-                    attention = deterministic.use_asked_attention_(model, config, parallel)
+                    attention = deterministic.use_asked_attention_(runner.model, config, parallel)
                 if training.deterministic_mode:
-                    attention += deterministic.cost_of_determinism(model, config, parallel)
+                    attention += deterministic.cost_of_determinism(runner.model, config, parallel)
         if saver is not None:
             saver.started_at = done.iteration
             if parallel.rank == 0:
                 from megatron_lite.data.tokenizer_files import contents_of, files_of
 
                 # Read once, at the start: the files may be moved while the run lasts.
-                tokenizer = contents_of(files_of(config.tokenizer))
+                saver.tokenizer = contents_of(files_of(config.tokenizer))
         trainer = Trainer(
             config=config,
             parallel=parallel,
-            model=model,
+            model=runner.model,
             runner=runner,
             optimizer=optimizer,
             schedule=schedule,
@@ -255,7 +255,6 @@ def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
                 ),
                 *followed,
             ),
-            tokenizer=tokenizer,
         )
         _add_what_flags_ask_for(trainer)
         on_error.pop_all()

@@ -84,7 +84,7 @@ def use_asked_attention_(
                 raise
             except Exception:  # not installed, or not for here: each package has its own errors
                 runs = False
-            if parallel.all_agree(runs):
+            if all(parallel.gathered(runs)):
                 return [f"--attention-backend flash is {name} of torch's registry"]
             registry.restore_flash_attention_impl(_raise_warn=False)
     parallel.together("the kernel of --attention-backend", check)

@@ -47,7 +47,6 @@ from megatron_lite.memory.predict.states import RankStates, update_memory
 from megatron_lite.memory.predict.step_peak import StepPeak
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.schedule import stage_plan
-from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import (
     Batches,
     DocumentRules,
@@ -56,9 +55,9 @@ from megatron_lite.training.batches import (
     document_rules,
     masked_mean,
 )
-from megatron_lite.training.build_trainer import build_optimizer, build_stages
+from megatron_lite.training.build_trainer import build_runner
 from megatron_lite.training.observe import held_tensors, own_states, own_step_peak
-from megatron_lite.training.step import StageRunner, train_step
+from megatron_lite.training.step import train_step
 
 
 class MeasuredStep(NamedTuple):
@@ -229,21 +228,18 @@ def measure_step(
     host_apart: whether host memory for offloaded tensors is no part of the peak.
     """
     with StepMeter(host_apart=host_apart) as meter:
-        model = build_stages(config, parallel)
-        optimizer = build_optimizer(config, parallel, model)
-        fuse_weight_gradients_(config.training, parallel, model, optimizer)
-        runner = StageRunner.of(config, model, parallel)
+        runner, optimizer, _ = build_runner(config, parallel)
         runner.timed = meter.part
-        for category, tensors in held_tensors(model, optimizer):
+        for category, tensors in held_tensors(runner.model, optimizer):
             meter.assign(category, tensors)
-        with meter.step(model):
+        with meter.step(runner.model):
             masked = None
             if config.data.eod_mask_loss:  # the counts do not change the memory
                 masked = masked_mean([1] * len(batches), parallel, per_token=False)
             train_step(runner, optimizer, batches, learning_rate=1e-6, masked=masked)
         optimizer.finish()
         # The gradients of FSDP2 and the rotary tables are made in the step, and outlive it.
-        for category, tensors in held_tensors(model, optimizer):
+        for category, tensors in held_tensors(runner.model, optimizer):
             meter.assign(category, tensors)
         return MeasuredStep(
             held=meter.held(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -57,7 +57,6 @@ class Trainer:
     batches, samples: the batch size over the run, and the samples that its iterations read.
     saver, start: saves under --save, and the checkpoint that `run` loads; None without the flag.
     notices: lines for the log, about kernels and about checks that compare nothing.
-    tokenizer: the contents of the tokenizer's files, which every checkpoint stores.
     timers, profiler, slow_ranks, graphs: None unless a flag asks for them.
 
     progress: the iterations and samples so far.
@@ -82,7 +81,6 @@ class Trainer:
     saver: Saver | None
     start: Start | None
     notices: tuple[str, ...]
-    tokenizer: Mapping[str, bytes]
     timers: Timers | None = None
     profiler: Profiler | None = None
     slow_ranks: SlowRanks | None = None
@@ -434,7 +432,7 @@ class Trainer:
                 copy=saver.copies,
                 schedule=self.schedule,
                 computed_on=described(self.parallel.device),
-                tokenizer=self.tokenizer,
+                tokenizer=saver.tokenizer,
             )
             saver.save(snapshot)
         if saver.copies:

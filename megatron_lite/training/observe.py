@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.config.run import RunConfig
@@ -29,8 +28,8 @@ from megatron_lite.memory.predict.step_peak import StepPeak, step_peak
 from megatron_lite.model.gpt import GPTModel, ModelStages
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.collectives import all_reduce_, gloo_has_freed
-from megatron_lite.parallel.state import ParallelState, gather_texts
+from megatron_lite.parallel.collectives import gloo_has_freed
+from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.weights import bytes_of, local_part, storages_of, weights_in_use
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 
@@ -96,19 +95,16 @@ class ActivationMeter:
         a sentence about the first difference from the prediction, on the rank where they differ
         most; "" if there is none.
 
-        Waits for the device. Issues one all-reduce over all ranks, and a gather of texts if the
-        bytes differ.
+        Gathers figures of all ranks, and texts if the bytes differ.
         """
         expected, saved, parallel = self._predicted, self._measured, self._parallel
         on_host = [counts.pop(HOST, 0) for counts in (expected, saved)]
         own = [counts.total() for counts in (expected, saved)]
         own_off = own[1] - own[0]
-        # One MAX finds both the largest surplus and the largest shortfall of any rank.
+        # One maximum finds both the largest surplus and the largest shortfall of any rank.
         figures = [*own, *on_host, self._balanced, self._unaccounted, own_off, -own_off]
-        most = all_reduce_(
-            torch.tensor(figures, device=parallel.device), parallel.world_group, dist.ReduceOp.MAX
-        )
-        predicted, measured, host_predicted, host_measured, *others = most.tolist()
+        most = map(max, zip(*parallel.gathered(figures), strict=True))
+        predicted, measured, host_predicted, host_measured, *others = most
         balanced, unaccounted, above, below = others
         off, fault = above if above >= below else -below, ""
         if off:
@@ -118,7 +114,7 @@ class ActivationMeter:
                 for place in {**saved, **expected}
                 if off == own_off and saved[place] != expected[place]
             ]
-            texts = gather_texts("; ".join(places[:MOST_NAMED]), parallel)
+            texts = parallel.gathered("; ".join(places[:MOST_NAMED]))
             fault = (
                 f"the first micro-batch keeps {measured} bytes for backward, and {predicted} were "
                 f"predicted ({off:+d}){next((f': {text}' for text in texts if text), '')}"
@@ -192,8 +188,7 @@ def peak_of_step(
     """Measures the peak of the block, which is one step. The list has it after the block.
 
     predicted: that of this rank.
-    Every rank must call this: at the end it issues one all-reduce over all ranks, and waits for the
-    device.
+    Every rank must call this: at the end it gathers figures of all ranks.
     """
     device, found = parallel.device, list[PeakMemory]()
     if device.type == "cuda":
@@ -217,9 +212,8 @@ def peak_of_step(
             yield found
             optimizer.finish()  # gathers of weights; a profiler must not end beside them
         peak_bytes, reserved_bytes = held + seen.peak_bytes, 0
-    figures = torch.tensor((predicted.num_bytes, peak_bytes, reserved_bytes), device=device)
-    most = all_reduce_(figures, parallel.world_group, dist.ReduceOp.MAX)
-    found.append(PeakMemory(*most.tolist()))
+    figures = parallel.gathered((predicted.num_bytes, peak_bytes, reserved_bytes))
+    found.append(PeakMemory(*map(max, zip(*figures, strict=True))))
 
 
 def held_tensors(

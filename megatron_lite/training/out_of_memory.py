@@ -26,7 +26,7 @@ from megatron_lite.config.units import size
 from megatron_lite.memory.predict.states import rank_parameter_count
 from megatron_lite.memory.predict.step_peak import StepPeak, fullest_step_peak
 from megatron_lite.parallel.compiled import first_line
-from megatron_lite.parallel.state import ParallelState, gather_texts
+from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.observe import own_states, own_step_peak
 
 # Texts in torch's RuntimeError. numpy raises MemoryError, and CUDA usually an OutOfMemoryError.
@@ -105,7 +105,7 @@ def _check(
     here, place = [own], str(device)
     if device.type == "cpu":
         place = socket.gethostname()
-        rows = [text.rpartition(" ") for text in gather_texts(f"{place} {own}", parallel)]
+        rows = [text.rpartition(" ") for text in parallel.gathered(f"{place} {own}")]
         here = [int(number) for name, _, number in rows if name == place]
 
     def check() -> None:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_lite.optim.layouts import Piece
 from megatron_lite.parallel.messages import by_rank
-from megatron_lite.parallel.state import gather_texts
 from megatron_lite.training.iteration_line import IterationRecord
 from megatron_lite.training.step import StepResult, TrainingError
 from megatron_lite.training.terminal import SKIPPED_BATCHES
@@ -110,7 +109,7 @@ def judge(trainer: Trainer, record: IterationRecord, result: StepResult) -> Skip
     """
     parallel, optimizer = trainer.parallel, trainer.optimizer
     finite = math.isfinite(record.grad_norm)  # a loss that is not finite makes the norm so too
-    origins = [] if finite else gather_texts(_not_finite(result, optimizer.layout.pieces), parallel)
+    origins = [] if finite else parallel.gathered(_not_finite(result, optimizer.layout.pieces))
     if LOSS in origins:  # gradients of other ranks are its consequence
         origins = [text if text == LOSS else "" for text in origins]
     scaling = optimizer.loss_scale

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_lite.checkpointing import saver
 from megatron_lite.checkpointing.start import candidates, newest_good_step, step_fault
 from megatron_lite.checkpointing.step_files import LATEST
-from megatron_lite.parallel.collectives import all_gather_bytes
+from megatron_lite.parallel.collectives import gather_values
 from tests.support.checkpoints import flip_bit
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.runs import run_to_end, step_bytes, tiny_run
@@ -34,7 +34,7 @@ def train_until_killed(rank, world_size, config, victim, number, takes_all):
 
     takes_all: after it has killed the others.
     """
-    pids = [int(pid) for pid in all_gather_bytes(str(os.getpid()).encode(), dist.group.WORLD)]
+    pids = gather_values(os.getpid(), dist.group.WORLD)
     count = 0
 
     def counted(real):

@@ -7,7 +7,7 @@ import torch
 
 from megatron_lite.config import optimizer_settings
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.optim import host_link
+from megatron_lite.optim import layouts
 from megatron_lite.optim.host_link import HostLink
 from megatron_lite.optim.optimizer import Optimizer
 from tests.gpu.test_gpu import on
@@ -30,9 +30,9 @@ class SlowLink(HostLink):
 def train(device, *, part=2**24, link=HostLink, **settings):
     """Four steps of a bf16 model, whose gradients are the same random ones whatever it computes.
     Returns weights and states, on the CPU."""
-    before = optimizer_settings.PART, host_link.HostLink
+    before = optimizer_settings.PART, layouts.HostLink
     optimizer_settings.PART = part
-    host_link.HostLink = link
+    layouts.HostLink = link
     try:
         parallel = on(device)
         model = build_tiny_model(tiny_config(num_layers=3), parallel, dtype=torch.bfloat16)
@@ -56,7 +56,7 @@ def train(device, *, part=2**24, link=HostLink, **settings):
                 held[f"{name}/{key}"] = state
         return {name: one.float().cpu() for name, one in held.items()}, optimizer
     finally:
-        optimizer_settings.PART, host_link.HostLink = before
+        optimizer_settings.PART, layouts.HostLink = before
 
 
 def check_alike(found, expected, rounded):

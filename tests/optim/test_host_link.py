@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_lite.config import optimizer_settings
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.optim import host_link
+from megatron_lite.optim import layouts
 from megatron_lite.optim.host_link import HostLink
 from megatron_lite.parallel.parameter_spec import spec_of
 from tests.support.layouts import LAYOUTS, SMALL, backward, build
@@ -75,7 +75,7 @@ def test_overlap_changes_no_bit(name, tmp_path, monkeypatch):
 
     def work(rank, world_size):
         for folder in FOLDERS:
-            monkeypatch.setattr(host_link, "HostLink", LateLink if "late" in folder else HostLink)
+            monkeypatch.setattr(layouts, "HostLink", LateLink if "late" in folder else HostLink)
             place = dict(HOST, overlap_cpu_optimizer_d2h_h2d="plain" not in folder)
             run_to_end(
                 tiny_run(

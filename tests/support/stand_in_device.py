@@ -27,9 +27,8 @@ from megatron_lite.parallel import state
 from megatron_lite.recompute import offload
 from megatron_lite.recompute.offload import CudaCopyStreams
 from megatron_lite.recompute.phase import is_allocating_on_host
-from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import document_rules
-from megatron_lite.training.build_trainer import build_optimizer, build_stages
+from megatron_lite.training.build_trainer import build_runner
 from megatron_lite.training.dry_run import SameTokens, sample_shape
 from megatron_lite.training.step import StageRunner, train_step
 from tests.support.dispatch import tensors_in
@@ -152,10 +151,7 @@ def step_on_the_device(config, patch, *, num_microbatches=1, **place):
         patch.setattr(torch, "get_rng_state", lambda: fake.from_tensor(host_state))
         patch.setattr(torch, "set_rng_state", lambda _: None)
         samples = torch.zeros(sample_shape(config), dtype=torch.int64, device=parallel.device)
-        model = build_stages(config, parallel)
-        optimizer = build_optimizer(config, parallel, model)
-        fuse_weight_gradients_(config.training, parallel, model, optimizer)
-        runner = StageRunner.of(config, model, parallel)
+        runner, optimizer, _ = build_runner(config, parallel)
         batches = SameTokens(samples, num_microbatches, parallel, document_rules(config))
         yield StandInStep(streams, runner, optimizer, batches)
 

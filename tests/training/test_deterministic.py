@@ -86,7 +86,7 @@ def test_flash_is_the_newest_flash_attention_that_runs(monkeypatch, installed):
     )
     monkeypatch.setattr(deterministic, "registry", registry)
     monkeypatch.setattr(deterministic, "_attention", lambda *_: run)
-    rank = SimpleNamespace(all_agree=lambda yes: yes, together=lambda _, check: check())
+    rank = SimpleNamespace(gathered=lambda own: [own], together=lambda _, check: check())
     flash = dict(attention_backend="flash", attention_dropout=0.0)
     config = tiny_run(**flash, bf16=True)
     said = deterministic.use_asked_attention_(None, config, rank)

@@ -14,11 +14,10 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.tensor_parallel import linear_cross_entropy
 from megatron_lite.tensor_parallel.cross_entropy import RowStatistics, row_statistics
-from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import cut, document_rules, masked_mean
-from megatron_lite.training.build_trainer import build_optimizer, build_stages
+from megatron_lite.training.build_trainer import build_runner
 from megatron_lite.training.observe import ActivationMeter
-from megatron_lite.training.step import StageRunner, train_step
+from megatron_lite.training.step import train_step
 from tests.config.test_rules import TWO_PASSES
 from tests.support.pairs import covered
 from tests.support.ranks import run_ranks
@@ -68,10 +67,8 @@ class Run:
 
     def __init__(self, config, parallel):
         self.config, self.parallel = config, parallel
-        self.model = build_stages(config, parallel)
-        self.optimizer = build_optimizer(config, parallel, self.model)
-        fuse_weight_gradients_(config.training, parallel, self.model, self.optimizer)
-        self.runner = StageRunner.of(config, self.model, parallel)
+        self.runner, self.optimizer, _ = build_runner(config, parallel)
+        self.model = self.runner.model
 
     def batches(self, step):
         """Returns the micro-batches of one step on this rank."""
