@@ -106,8 +106,8 @@ def explanation(config: RunConfig, notices: Sequence[str], world_size: int = 1) 
         samples = dp_size * own.micro_batch_size
         batch_size = own.global_batch_size or samples * report.num_microbatches
         for one in report.policies:
-            training = replace(one.config.training, global_batch_size=batch_size)
-            times.append(step_time(replace(one.config, training=training), hardware, num_ranks))
+            run = one.config.with_fields({"global_batch_size": batch_size})
+            times.append(step_time(run, hardware, num_ranks))
     told = f"{hardware.name}, +-{max((one.band for one in times), default=0.0):.0%}"
     end = (
         f"{' '.join(subcommand('plan'))} --config-json RUN.json --gpus {num_ranks} --gpu "

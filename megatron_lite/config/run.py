@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
@@ -374,6 +376,15 @@ class RunConfig:
         """The values of all fields of all topics, by field."""
         topics = dataclasses.asdict(self).values()
         return {name: value for topic in topics for name, value in topic.items()}
+
+    def with_fields(self, values: Mapping[str, Any]) -> RunConfig:
+        """Returns the run with other values, by field. Raises ValueError if training refuses it."""
+        changed = {
+            name: replace(topic, **own)
+            for name, topic in vars(self).items()
+            if (own := {field: values[field] for field in values.keys() & vars(topic).keys()})
+        }
+        return replace(self, **changed)
 
     def to_json(self) -> str:
         """Returns the run as indented JSON, one object per topic.

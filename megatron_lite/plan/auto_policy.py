@@ -236,8 +236,7 @@ def with_chosen_policy(
         budget, words = usable, f"{size(usable)}, the GPU's memory less a reserve"
     with input_faults():
         text = choose_policy(config, hardware, budget, num_ranks)
-        recompute = replace(recompute, recompute_policy=text, memory_budget=None)
-        config = replace(config, recompute=recompute)
+        config = config.with_fields({"recompute_policy": text, "memory_budget": None})
     return config, f"--recompute-policy auto chose {text!r}, the fastest policy within {words}"
 
 

@@ -38,7 +38,6 @@ from megatron_lite.plan.problem import (
     VIRTUAL,
     WRAPPING,
     Problem,
-    with_fields,
 )
 
 MICRO_BATCH_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)
@@ -77,7 +76,7 @@ def kind_of(config: RunConfig) -> str:
 def refusal(problem: Problem) -> str:
     """Returns why no layout of so many ranks has the dimensions that are fixed."""
     try:
-        config = with_fields(problem.base, {**problem.fixed, **(problem.policy or {})})
+        config = problem.base.with_fields({**problem.fixed, **(problem.policy or {})})
         config.batch_schedule(config.parallel.data_parallel_size(problem.num_ranks))
     except ValueError as error:
         return str(error)
@@ -107,7 +106,7 @@ def layouts(problem: Problem) -> Iterator[RunConfig]:
 def _possible(problem: Problem, base: RunConfig, row: Row) -> Iterator[RunConfig]:
     """Yields the run with these values, unless training would refuse it."""
     with suppress(ValueError):
-        config = with_fields(base, row)
+        config = base.with_fields(row)
         parallel = config.parallel
         pp = parallel.pipeline_model_parallel_size
         dp_size = parallel.data_parallel_size(problem.num_ranks)
@@ -154,7 +153,7 @@ def resorts(problem: Problem) -> Iterator[list[Problem]]:
         for chosen in (FORMATS[:1], FORMATS):
             more = dict.fromkeys(chosen, "bf16") | dict.fromkeys((AWARE, DATA_PARALLEL[0]), True)
             with suppress(ValueError):  # training would refuse it
-                narrow = problem._replace(base=with_fields(problem.base, more))
+                narrow = problem._replace(base=problem.base.with_fields(more))
                 yield [narrow]
                 yield from _with_host_memory(narrow)
 
@@ -170,7 +169,7 @@ def _with_host_memory(problem: Problem) -> Iterator[list[Problem]]:
             "optimizer_offload_fraction": fraction,
         }
         with suppress(ValueError):  # training would refuse it
-            hosted.append(problem._replace(base=with_fields(problem.base, fields)))
+            hosted.append(problem._replace(base=problem.base.with_fields(fields)))
     keeping = problem.states_on_host is None and problem.policy is None
     rich = [one._replace(host_bytes=USUAL_HOST_BYTES) for one in (problem, *hosted[:1]) if keeping]
     yield [*rich[:1], *hosted]
@@ -221,7 +220,7 @@ def recuts(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
     virtual = parallel.num_virtual_stages_per_pipeline_rank or 1
     if problem.fixed.keys().isdisjoint(VIRTUAL):
         for ends in _ends(problem, parallel.pipeline_model_parallel_size, virtual)[1:]:
-            yield with_fields(config, ends)
+            yield config.with_fields(ends)
 
 
 def savers(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
@@ -238,13 +237,13 @@ def savers(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
     chunked = LOSS_CHUNK not in problem.fixed and training.loss_chunk_size is not None
     if SEQUENCE not in problem.fixed and config.parallel.sequence_parallel and not chunked:
         with suppress(ValueError):  # training would refuse it
-            yield with_fields(config, {SEQUENCE: False})
+            yield config.with_fields({SEQUENCE: False})
     if LOSS_CHUNK not in problem.fixed and not chunked:
         for size in LOSS_CHUNKS:
             if size < tokens * training.micro_batch_size:
-                yield with_fields(config, {LOSS_CHUNK: size})
+                yield config.with_fields({LOSS_CHUNK: size})
     if WRAPPING not in problem.fixed and config.data_parallel.use_torch_fsdp2:
-        yield with_fields(config, {WRAPPING: True})
+        yield config.with_fields({WRAPPING: True})
 
 
 def _ends(problem: Problem, size: int, virtual: int) -> list[Row]:

@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError, Values, input_faults
 from megatron_lite.config.known_models import PRESETS
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.run_flags import build_run, flag_of, topics
+from megatron_lite.config.run_flags import build_run, flag_of
 from megatron_lite.config.setting import settings_of
 from megatron_lite.plan.hardware import Hardware
 
@@ -63,16 +62,6 @@ class Problem(NamedTuple):
     num_ranks: int = 1
 
 
-def with_fields(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """Returns the run with other values, by field. Raises ValueError if training refuses it."""
-    changed = {
-        topic: replace(getattr(config, topic), **own)
-        for topic, kind in topics().items()
-        if (own := {name: values[name] for name in values.keys() & settings_of(kind).keys()})
-    }
-    return replace(config, **changed)
-
-
 def problem_of(
     values: Values,
     chosen: Mapping[str, Any],
@@ -99,7 +88,7 @@ def problem_of(
     if base.tokenizer.vocab_size is None:
         kind = base.tokenizer.tokenizer_type
         number = base.tokenizer.padded_vocab_size or IDS.get(kind or "", USUAL_IDS)
-        base = with_fields(base, {"vocab_size": number})
+        base = base.with_fields({"vocab_size": number})
         notes.append(
             f"--vocab-size {number} is assumed: a plan reads no file of the {kind}, so give its "
             "number of ids"

@@ -13,7 +13,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.states import parameter_count
 from megatron_lite.plan.auto_policy import Budget, Plan
 from megatron_lite.plan.layouts import KINDS, LOSS_CHUNKS, kind_of, layouts, refusal, resorts
-from megatron_lite.plan.problem import LOSS_CHUNK, MICRO_BATCH, Problem, with_fields
+from megatron_lite.plan.problem import LOSS_CHUNK, MICRO_BATCH, Problem
 from megatron_lite.plan.search import Search, SearchResult
 
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
@@ -150,7 +150,7 @@ def _neighbour(
 ) -> Neighbour | None:
     """Returns a changed run with its best policy, or None if training would refuse it."""
     try:
-        found = search.fit(with_fields(base, fields), budget_bytes)
+        found = search.fit(base.with_fields(fields), budget_bytes)
         return Neighbour(words, found, found.peak.fits(budget_bytes))
     except ValueError:
         return None

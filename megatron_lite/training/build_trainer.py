@@ -65,7 +65,7 @@ def with_known_compiler(config: RunConfig, parallel: ParallelState) -> tuple[Run
             raise InputError(f"--torch-compile {faults[0]}, or leave --torch-compile out")
         if faults:
             compiles, why = False, f"torch's compiler {faults[0]}"
-            config = replace(config, training=replace(config.training, torch_compile=False))
+            config = config.with_fields({"torch_compile": False})
     who = "torch's compiler" if compiles else "torch's own operators"
     return config, f"the kernels between matmuls are made by {who}: {why}"
 
@@ -290,8 +290,7 @@ def follow_schedule(
         changed = schedule.changed_from(ours)
         if weight_decay != config.optimizer.weight_decay:
             changed.append(f"weight_decay {config.optimizer.weight_decay} -> {weight_decay}")
-            optimizer = replace(config.optimizer, weight_decay=weight_decay)
-            config = replace(config, optimizer=optimizer)
+            config = config.with_fields({"weight_decay": weight_decay})
         notices.append(
             "--use-checkpoint-opt_param-scheduler: the learning rate and the weight decay follow "
             "the checkpoint"

@@ -141,7 +141,7 @@ def dry_run(
     if reason:
         raise InputError(f"--dry-run-memory cannot follow {reason}. Leave it out")
     compiles = config.uses_compiler(device)  # that of the run, not of this machine
-    config = replace(config, training=replace(config.training, torch_compile=compiles))
+    config = config.with_fields({"torch_compile": compiles})
     began, fake = time.perf_counter(), SimulatedTensors()
     # The samples are made outside of the mode. The meter does not count them, nor does it count
     # those that a real run reads from its data.

@@ -3,8 +3,6 @@
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from megatron_lite.config.run_flags import run_fields
-
 Value = TypeVar("Value", bound=Any)
 
 
@@ -18,8 +16,4 @@ def with_fields(value, **fields):
 
 def with_settings(config, **settings):
     """Returns the run with other values of these fields, which are given by name."""
-    topics = {}
-    for name, value in settings.items():
-        topics.setdefault(run_fields()[name].topic, {})[name] = value
-    parts = {topic: replace(getattr(config, topic), **own) for topic, own in topics.items()}
-    return replace(config, **parts)
+    return config.with_fields(settings)

@@ -393,9 +393,8 @@ def _usual(config: RunConfig, device: str) -> Iterator[tuple[str, RunConfig]]:
             yield "", replace(config, recompute=config.recompute.instead(**flags))
     tokens = config.data.seq_length * config.training.micro_batch_size
     if config.loss_chunk_size is None and tokens > LOSS_CHUNK:
-        chunked = replace(config.training, loss_chunk_size=LOSS_CHUNK)
         name = f"this run with --loss-chunk-size {LOSS_CHUNK}"
-        yield name, replace(config, training=chunked)
+        yield name, config.with_fields({"loss_chunk_size": LOSS_CHUNK})
 
 
 def flags_of(config: RunConfig) -> str:
