@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,11 @@ from megatron_lite.model.gpt import LossGradient, ModelStages
 from megatron_lite.optim.optimizer import Optimizer, OptimizerStep
 from megatron_lite.parallel.collectives import Timed, all_reduce, not_timed
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.pipeline.executor import Forward, Links, run_actions
 from megatron_lite.pipeline.order import Action, StepOrder, in_flight
 from megatron_lite.recompute.recompute_plan import keep_everything
 from megatron_lite.training.batches import Batches, MaskedMean
 from megatron_lite.training.observe import Look
-
-if TYPE_CHECKING:
-    from megatron_lite.pipeline.executor import Forward, Links
 
 
 class TrainingError(RuntimeError):
@@ -238,8 +236,6 @@ class StageRunner:
         self._whole = cache(lambda count: self._order(count).keeping_all(num_kept))
         self.timed: Timed = not_timed
         if links is not None:
-            from megatron_lite.pipeline.executor import run_actions
-
             stages = [chunk.stage for chunk in self._chunks]
             self._run = partial(run_actions, stages=stages, links=links, overlap=overlap)
 
@@ -251,8 +247,6 @@ class StageRunner:
         """
         links = None
         if parallel.pp_size > 1:
-            from megatron_lite.pipeline.executor import Links
-
             context = next(iter(model)).context
             # Between stages: [s/c, b, h], or [s/(c t), b, h] under sequence parallelism.
             shards = context.tp_size if context.sequence_parallel else 1
