@@ -29,12 +29,12 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 282_363,
+    "tokens of the library": 281_586,
     "files of the library": 260,
     "tokens of tests": 269_998,
     "tokens of benchmarks": 20_000,
     "own files in one plain step": 32,
-    "own functions in one plain step": 127,
+    "own functions in one plain step": 125,
     "tokens that a training process has loaded": 117_500,
     "own calls in one forward of a column-parallel linear layer": 4,
     "functions named *notices*": 1,

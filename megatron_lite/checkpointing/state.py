@@ -33,9 +33,8 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_gather_first_dim
-from megatron_lite.parallel.generators import RngSnapshot
 from megatron_lite.parallel.parameter_spec import ParameterSpec, saved_state, spec_of
-from megatron_lite.parallel.rng import DEFAULT
+from megatron_lite.parallel.rng import DEFAULT, RngSnapshot
 from megatron_lite.parallel.state import ParallelState
 
 

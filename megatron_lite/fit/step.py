@@ -24,10 +24,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from megatron_lite.fit.gauges import Gauge, Reading
 from megatron_lite.fit.plans import AFTER, BACKWARD, CALL, FORWARD, OUTSIDE
 from megatron_lite.fit.sharing import Sharing
+from megatron_lite.parallel.torch_internals import has_values
 from megatron_lite.parallel.weights import local_part
 from megatron_lite.recompute.contents import Contents, Part, mapped, sharded, tensors_of
 from megatron_lite.recompute.randomness import drawn_again, global_states
-from megatron_lite.recompute.saved import has_values
 
 FORWARD_END, BACKWARD_END, MODEL_END = range(4, 7)
 LARGE = 2**26  # bytes of what an object holds, from which on it is not copied

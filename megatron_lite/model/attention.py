@@ -368,23 +368,12 @@ class CoreAttention(nn.Module):
             dtype = at_least_float32(dtype)
         weights = F.softmax(scores, dim=-1, dtype=dtype).to(value.dtype)
         weights = dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL, self.kernels)
-        attended = applied(WEIGHTED_SUM, weights, value, skip_tail=skip_tail)
+        unread = (*weights.shape[:-1], value.shape[-1]) if skip_tail else None
+        attended = applied(WEIGHTED_SUM, weights, value, unread=unread)
         return attended.transpose(0, 1).reshape(s, b, -1)
 
 
-def weighted_sum(weights: Tensor, value: Tensor, *, skip_tail: bool) -> Tensor:
-    """Returns the batched product [n, s, m] x [n, m, d] -> [n, s, d].
-
-    skip_tail: leaves out the matmul. The result has the right shape and arbitrary values.
-    """
-    if skip_tail:
-        return value.new_empty(()).expand(*weights.shape[:-1], value.shape[-1])
-    return torch.bmm(weights, value)
-
-
-def weighted_sum_backward(grad: Tensor, weights: Tensor, value: Tensor) -> Tensors:
-    """Returns the gradients of both factors."""
-    return torch.bmm(grad, value.transpose(1, 2)), torch.bmm(weights.transpose(1, 2), grad)
-
-
-WEIGHTED_SUM = Pair(weighted_sum, weighted_sum_backward, slice(0, 2))
+# the batched product [n, s, m] x [n, m, d] -> [n, s, d], and the gradients of both factors
+WEIGHTED_SUM = Pair(
+    torch.bmm, lambda grad, weights, value: (grad.bmm(value.mT), weights.mT.bmm(grad)), slice(0, 2)
+)

@@ -23,6 +23,7 @@ of heads and of query groups must be divisible by c t.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -136,13 +137,9 @@ class Journey(NamedTuple):
                 return all_to_all(placed(rows, places, places.shape[0]), sent, received, group)
             return all_to_all(rows, received, sent, group)[places]
 
-        def forward(rows: Tensor, places: Tensor) -> Tensor:
-            if skip_tail:
-                return rows.new_empty(()).expand(sum(sent), *rows.shape[1:])
-            return move(rows, places, is_back)
-
-        pair = Pair(forward, lambda grad, places: move(grad, places, not is_back), slice(1, 2))
-        return applied(pair, rows, self.places)
+        forward, backward = (partial(move, is_back=back) for back in (is_back, not is_back))
+        unread = (sum(sent), *rows.shape[1:]) if skip_tail else None
+        return applied(Pair(forward, backward, slice(1, 2)), rows, self.places, unread=unread)
 
 
 class RowOrder(NamedTuple):
@@ -209,12 +206,11 @@ class RowOrder(NamedTuple):
         is_padded = self.is_padded
 
         def forward(rows: Tensor, order: Tensor) -> Tensor:
-            if skip_tail:
-                return rows.new_empty(()).expand(shape[0], rows.shape[1])
             return placed(rows, order, shape.numel(), is_padded).unflatten(0, shape).sum(1)
 
         pair = Pair(forward, lambda grad, order: grad[order // shape[1]], slice(1, 2))
-        return applied(pair, rows, self.order)
+        unread = (shape[0], rows.shape[1]) if skip_tail else None
+        return applied(pair, rows, self.order, unread=unread)
 
 
 def numbers(of: Tensor, balanced: list[int]) -> list[int]:
@@ -251,12 +247,8 @@ class HeadExchange(nn.Module):
     ) -> Tensor:
         whole = (mapped(one, self.group, to_heads, to_tokens) for one in (query, key, value))
         attended = self.attention(*whole, documents, skip_tail).unflatten(-1, (-1, value.shape[-1]))
-
-        def unread(tensor: Tensor, group: ProcessGroup) -> Tensor:
-            return tensor.new_empty(()).expand(*query.shape[:-1], value.shape[-1])
-
-        back = unread if skip_tail else to_tokens
-        return mapped(attended, self.group, back, to_heads).flatten(2)
+        unread = (*query.shape[:-1], value.shape[-1]) if skip_tail else None
+        return mapped(attended, self.group, to_tokens, to_heads, unread).flatten(2)
 
 
 def to_heads(tensor: Tensor, group: ProcessGroup) -> Tensor:

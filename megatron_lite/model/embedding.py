@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.dropout import dropout
 from megatron_lite.parallel.sequence_spans import part_of
-from megatron_lite.tensor_parallel.layers import VocabParallelEmbedding, new_parameter
+from megatron_lite.tensor_parallel.layers import VocabParallelEmbedding
 from megatron_lite.tensor_parallel.rank_context import RankContext
 
 
@@ -31,8 +31,7 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, config: ModelConfig, context: RankContext) -> None:
         super().__init__()
-        self.weight = new_parameter(
-            context,
+        self.weight = context.new_parameter(
             config.max_position_embeddings,
             config.hidden_size,
             init_std=config.init_method_std,

@@ -31,7 +31,6 @@ from megatron_lite.model.router import Router, Routing
 from megatron_lite.parallel.compiled import Pair, Tensors, applied
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.grouped_linear import GroupedLinear
-from megatron_lite.tensor_parallel.layers import new_parameter
 from megatron_lite.tensor_parallel.mappings import (
     copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
@@ -118,8 +117,7 @@ class SharedExperts(MLP):
         )
         self.gate_weight: nn.Parameter | None = None
         if config.moe_shared_expert_gate:
-            self.gate_weight = new_parameter(
-                context,
+            self.gate_weight = context.new_parameter(
                 1,
                 config.hidden_size,
                 sum_grad_over_tp=context.sequence_parallel,

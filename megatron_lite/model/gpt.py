@@ -142,9 +142,16 @@ class GPTModel(nn.Module):
         sequence parallelism else s, b, h] that the stage before returned. labels: [b, s], given on
         the last stage only. Under context parallelism tokens, labels and losses are [b, s/c], this
         rank's spans.
-        documents, plan: see `hidden_states`. gradient: see `losses`.
+        documents: the places of the documents in the sequences. gradient: see `losses`. plan:
+        replaces the model's plan for this micro-batch.
         """
-        hidden_states = self.hidden_states(inputs, plan, documents)
+        hidden_states = inputs
+        if self.stage.is_first and self.embedding is not None:
+            hidden_states = self.embedding(inputs, documents.position_ids)
+        shards = self.context.tp_size if self.context.sequence_parallel else 1
+        seq_length = hidden_states.shape[0] * shards
+        rotary = self.rotary_tables(seq_length) if self._rotates else None
+        hidden_states = self.decoder(hidden_states, rotary, plan, documents.cu_seqlens)
         if labels is not None:
             return self.losses(hidden_states, labels, gradient)
         if not self.stage.is_last:
@@ -193,23 +200,6 @@ class GPTModel(nn.Module):
     def constants(self) -> Tensors:
         """Returns the tensors besides the parameters that outlive a step: the rotary tables."""
         return self._rotary or ()
-
-    def hidden_states(
-        self, inputs: Tensor, plan: RecomputePlan | None = None, documents: Documents = NO_DOCUMENTS
-    ) -> Tensor:
-        """Runs the stage without its head: inputs -> [s/t under sequence parallelism else s, b, h].
-
-        inputs: the tokens [b, s] on the first stage; on other stages the hidden states that the
-        stage before returned. plan: replaces the model's plan for this micro-batch. documents: the
-        places of the documents in the sequences.
-        """
-        hidden_states = inputs
-        if self.stage.is_first and self.embedding is not None:
-            hidden_states = self.embedding(inputs, documents.position_ids)
-        shards = self.context.tp_size if self.context.sequence_parallel else 1
-        seq_length = hidden_states.shape[0] * shards
-        rotary = self.rotary_tables(seq_length) if self._rotates else None
-        return self.decoder(hidden_states, rotary, plan, documents.cu_seqlens)
 
     def _project(
         self, function: Callable[[Tensor, Tensor], Tensor], hidden_states: Tensor

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.parallel.collectives import Group, all_reduce
 from megatron_lite.parallel.compiled import Pair, Tensors, applied, at_least_float32, passing_on
-from megatron_lite.tensor_parallel.layers import new_parameter
 from megatron_lite.tensor_parallel.rank_context import RankContext
 
 aten = torch.ops.aten
@@ -70,8 +69,7 @@ class Norm(nn.Module):
             # keep four tensors.
             self.normalize = lambda x, weight: F.rms_norm(x, weight.shape, weight, epsilon)
         vector = partial(
-            new_parameter,
-            context,
+            context.new_parameter,
             size,
             tp_dim=0 if all_heads else None,
             sum_grad_over_tp=partial_grad,

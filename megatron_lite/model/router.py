@@ -28,13 +28,12 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.parallel.collectives import Group, all_reduce_
+from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.compiled import Gradients, Pair, Tensors, applied, at_least_float32
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.region_runner import Regions
-from megatron_lite.tensor_parallel.layers import new_parameter
 from megatron_lite.tensor_parallel.rank_context import RankContext
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -87,8 +86,7 @@ class Router(nn.Module):
         assert config.num_experts is not None
         self.config, self.context = config, context
         of_experts = partial(
-            new_parameter,
-            context,
+            context.new_parameter,
             config.num_experts,
             sum_grad_over_tp=context.sequence_parallel,
             init_std=config.init_method_std,
@@ -160,15 +158,15 @@ class Router(nn.Module):
             tensor.zero_()
 
     @torch.no_grad()
-    def update_bias(self, dp_cp_group: Group) -> None:
+    def update_bias(self) -> None:
         """Moves each expert's bias by one step towards balance, after a step (2408.15664, alg. 1).
 
-        Issues an all-reduce of the counts over `dp_cp_group`, and under sequence parallelism over
-        the TP group.
+        Issues an all-reduce of the counts over the data- and context-parallel ranks, and under
+        sequence parallelism over the TP group.
         """
         if self.expert_bias is None:
             return
-        counts = all_reduce_(self.tokens_per_expert.clone(), dp_cp_group)
+        counts = all_reduce_(self.tokens_per_expert.clone(), self.context.dp_cp_group)
         counts = all_reduce_(counts, self.tokens_group)
         error = counts.mean() - counts
         self.expert_bias.add_(error.sign(), alpha=self.config.moe_router_bias_update_rate)
@@ -368,14 +366,14 @@ def _counts(experts: Tensor, columns: int, num_experts: int) -> Tensor:
 
 
 def router_figures(
-    routers: Sequence[Router], parallel: ParallelState, *, num_calls: int
+    routers: Sequence[Router], parallel: ParallelState, config: ModelConfig, num_microbatches: int
 ) -> dict[str, Tensor]:
     """Returns the figures of a step's routers, 0-d and the same on every rank.
 
-    load_balancing_loss, z_loss: the means over layers and micro-batches, without coefficients.
+    load_balancing_loss, z_loss: the means over layers and micro-batches, without coefficients; of
+        losses in use.
     expert_imbalance: the tokens of the fullest expert of any layer over those of the mean expert.
     expert_rank_imbalance: the same of expert-parallel ranks, if there are several.
-    num_calls: how many losses the sums hold, over all layers and micro-batches.
     Issues an all-reduce over each group of ranks with other tokens, and two over `pp_group`.
     """
     losses = torch.zeros(2, dtype=torch.float32, device=parallel.device)
@@ -387,14 +385,17 @@ def router_figures(
         both = torch.cat([sums, counts.flatten()])
         for group in (routers[0].tokens_group, parallel.dp_cp_group):
             both = all_reduce_(both, group)
+        num_calls = (config.num_layers - config.num_dense_layers) * num_microbatches
         losses, counts = both[:2] / (num_calls * parallel.dp_size), both[2:].view_as(counts)
         of_ranks = counts.view(len(routers), ep_size, -1).sum(-1)
         imbalance = torch.stack([(one.amax(1) / one.mean(1)).max() for one in (counts, of_ranks)])
     losses = all_reduce_(losses, parallel.pp_group)
     imbalance = all_reduce_(imbalance, parallel.pp_group, ReduceOp.MAX)
-    figures = {
-        "load_balancing_loss": losses[0],
-        "z_loss": losses[1],
-        "expert_imbalance": imbalance[0],
-    }
-    return figures if ep_size == 1 else {**figures, "expert_rank_imbalance": imbalance[1]}
+    figures = {"expert_imbalance": imbalance[0]}
+    if config.balance_losses:
+        figures["load_balancing_loss"] = losses[0]
+    if config.moe_z_loss_coeff:
+        figures["z_loss"] = losses[1]
+    if ep_size > 1:
+        figures["expert_rank_imbalance"] = imbalance[1]
+    return figures

@@ -23,7 +23,7 @@ import shutil
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -232,21 +232,34 @@ def passing_on(pair: Pair) -> Pair:
     return Pair(pair.forward, backward, pair.kept, passes_on=True)
 
 
-def applied(pair: Pair, *inputs: Any, kernels: Kernels = None, **constants: Any) -> Any:
+def applied(
+    pair: Pair,
+    *inputs: Any,
+    kernels: Kernels = None,
+    unread: Sequence[int] | None = None,
+    **constants: Any,
+) -> Any:
     """Returns the outputs of the pair's forward; autograd will call its backward.
 
     kernels: the compiled kernels. None: torch's operators.
+    unread: the shape of the one output, if its values are never read, as in a replay. Only the
+        graph is built then: no forward runs.
     constants: further arguments of the forward, which are no tensors.
     """
-    return _Applied.apply(pair, kernels, constants, *inputs)
+    return _Applied.apply(pair, kernels, unread, constants, *inputs)
 
 
 class _Applied(torch.autograd.Function):
     """A pair of pure functions."""
 
     @staticmethod
-    def forward(ctx: Any, pair: Pair, kernels: Kernels, constants: Any, *inputs: Tensor) -> Any:
-        results = run(kernels, pair.forward, *inputs, num_rounded=pair.outputs, **constants)
+    def forward(
+        ctx: Any, pair: Pair, kernels: Kernels, unread: Any, constants: Any, *inputs: Tensor
+    ) -> Any:
+        if unread is not None:  # one element, expanded: it takes no memory
+            results: Any = inputs[0].new_empty(()).expand(unread)
+        else:
+            results = run(kernels, pair.forward, *inputs, num_rounded=pair.outputs, **constants)
         results = (results,) if isinstance(results, Tensor) else tuple(results)
         ctx.save_for_backward(*inputs[pair.kept], *results[pair.outputs :])
         backward = pair.backward if kernels is None else pair.fused or pair.backward
@@ -259,7 +272,7 @@ class _Applied(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> Gradients:
         grads = ctx.backward_function(*grad_outputs, *ctx.saved_tensors)
         grads = (grads,) if isinstance(grads, Tensor) else grads  # a graph's are a list
-        return None, None, None, *grads, *[None] * (ctx.num_inputs - len(grads))
+        return None, None, None, None, *grads, *[None] * (ctx.num_inputs - len(grads))
 
 
 def run(

@@ -88,7 +88,7 @@ def fully_shard_(model: Any, mesh: DeviceMesh, config: DataParallelConfig) -> No
 
 
 def _unit(
-    module: nn.Module,
+    module: Any,
     *,
     mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy,
@@ -108,7 +108,6 @@ def _unit(
         rows = module.get_parameter(name)
         setattr(rows, GATHERED_DTYPE, mp_policy.param_dtype or rows.dtype)
         mark(rows, spec_of(parameter))
-    assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)
     # A divide factor alone would become a reduce operation that gloo does not have.
     module.set_force_sum_reduction_for_comms(True)
@@ -125,8 +124,8 @@ def _unit(
     module.__dict__[STAND_INS] = stand_ins
     gradients = UnitGradients()
     if hasattr(module, "set_custom_all_gather"):  # older releases of torch keep their collectives
-        module.set_custom_all_gather(_GatherWeights())  # type: ignore[arg-type]
-        module.set_custom_reduce_scatter(gradients)  # type: ignore[arg-type]
+        module.set_custom_all_gather(_GatherWeights())
+        module.set_custom_reduce_scatter(gradients)
     # FSDP2 puts its pre-forward hook first, so the parameters are gathered when this hook runs.
     module.register_forward_pre_hook(
         lambda *_: gradients.record(_whole_parameters(module).values())
@@ -169,12 +168,10 @@ def _whole_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def _read_for_output(embedding: nn.Module) -> Tensor:
+def _read_for_output(embedding: Any) -> Tensor:
     """Returns the tied weight, gathered. Backward frees it after the operations that used it."""
-    assert isinstance(embedding, FSDPModule)
     embedding.unshard()
-    weight = embedding.weight
-    assert isinstance(weight, Tensor)
+    weight: Tensor = embedding.weight
     if not torch.is_grad_enabled():
         return weight
     # The hook needs a tensor whose gradient covers this use only, hence the view.

@@ -16,15 +16,23 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_lite.parallel.generators import RngSnapshot
-
 DEFAULT = "default"
 TENSOR_PARALLEL = "tensor_parallel"
+
+
+class RngSnapshot(NamedTuple):
+    """The state of every stream, and the name of the stream that was current.
+
+    The state tensors are shared between snapshots and must not be modified.
+    """
+
+    current: str
+    states: dict[str, Tensor]
 
 
 def derive_seed(*parts: object) -> int:

@@ -12,7 +12,7 @@ unnoticed about once in 2^32. The hash uses integers only, so the order of the s
 A tensor has the same hash on every device of one type and with any number of threads.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, reduce
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_lite.config.row_blocks import hashed_at_a_time
-from megatron_lite.parallel.torch_internals import is_fake, sparse_indices, sparse_values
+from megatron_lite.parallel.torch_internals import has_values
 
 Hashes = dict[tuple[int, int], Tensor]  # by address and number of bytes
 GOLDEN, FIRST, SECOND = (
@@ -36,7 +36,7 @@ def quick_hash(tensor: Tensor) -> Tensor:
     """
     sums = []
     for data in _dense_parts(tensor.detach()):
-        keys = _keys(data.device)
+        keys = keys_on(data.device)
         for block in _words(data, keys.numel()):
             folded = block >> 31
             sums.append(folded.add_(block).mul_(keys[: block.numel()]).sum())
@@ -57,13 +57,6 @@ def hash_once(tensor: Tensor, known: Hashes) -> Tensor:
     return known[key]
 
 
-def prepare(tensors: Iterable[Tensor]) -> None:
-    """Makes the tables that hashes keep for good: 512 KiB on a CPU, 32 MiB on a GPU."""
-    for tensor in tensors:
-        if tensor.device.type != "meta" and not is_fake(tensor):
-            _keys(tensor.device)
-
-
 def differing(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
     """Tells for each pair of tensors whether their bits differ. Waits once for each device."""
     hashes = read([quick_hash(each) for pair in pairs for each in pair])
@@ -81,18 +74,14 @@ def read(hashes: Sequence[Tensor]) -> list[int]:
 
 def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yields plain dense tensors that together have the bits of a tensor of any kind."""
-    if tensor.device.type == "meta" or is_fake(tensor):
+    if not has_values(tensor):
         return
     if hasattr(tensor, "__tensor_flatten__"):
         inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     elif tensor.is_nested:
         inner = [*tensor.unbind()]
-    elif tensor.layout == torch.sparse_coo:  # as a dense tensor it may be too large
-        inner = [sparse_indices(tensor), sparse_values(tensor)]
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        inner = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        inner = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    elif str(tensor.layout).startswith("torch.sparse"):  # as a dense tensor it may be too large
+        inner = tensor.__reduce_ex__(2)[1][1]  # what pickle keeps: the indices and the values
     elif tensor.layout != torch.strided:  # the blocks of oneDNN
         inner = [tensor.to_dense()]
     elif tensor.untyped_storage().nbytes() == 0:  # it was freed, as FSDP does
@@ -107,8 +96,11 @@ def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 @cache
-def _keys(device: torch.device) -> Tensor:
-    """Returns odd numbers that look random, int64, one for each word of a block."""
+def keys_on(device: torch.device) -> Tensor:
+    """Returns odd numbers that look random, int64, one for each word of a block.
+
+    The table is kept for good: 512 KiB on a CPU, 32 MiB on a GPU.
+    """
     keys = (torch.arange(hashed_at_a_time(device.type), device=device) + 1) * GOLDEN
     # >> on int64 repeats the sign bit; the mask makes the shift logical.
     for shift, factor in ((30, FIRST), (27, SECOND), (31, 1)):

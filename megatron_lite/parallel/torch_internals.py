@@ -110,8 +110,6 @@ write_count_of = attribute("torch.Tensor._version")
 base_of = attribute("torch.Tensor._base")
 compiled_call_of = attribute("torch.nn.Module._compiled_call_impl")  # what module.compile() set
 is_view = private("torch.Tensor._is_view")
-sparse_indices = private("torch.Tensor._indices")
-sparse_values = private("torch.Tensor._values")
 num_users_of_tensor = private("torch.Tensor._use_count")
 num_users_of_storage = private("torch._C._storage_Use_Count")
 fills_its_memory = private(
@@ -238,6 +236,16 @@ def is_fake(tensor: torch.Tensor) -> bool:
     """Tells whether the tensor is one of FakeTensorMode: it has a shape and no values."""
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     return fake is not None and isinstance(tensor, fake.FakeTensor)
+
+
+def has_values(value: Any) -> bool:
+    """Tells whether a tensor or an array has values that can be copied and compared.
+
+    A tensor on the meta device and a fake tensor have none.
+    """
+    return not isinstance(value, torch.Tensor) or (
+        value.device.type != "meta" and not is_fake(value)
+    )
 
 
 @lru_cache

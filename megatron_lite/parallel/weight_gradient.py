@@ -69,13 +69,6 @@ def accumulate_lookup_(parameter: nn.Parameter, total: Tensor) -> None:
     setattr(parameter, LOOKUP_ATTRIBUTE, partial(_add_lookup, total))
 
 
-def lookup_adds(weight: Tensor) -> bool:
-    """Returns whether the lookup of a table can add its gradient to the float32 sum by itself."""
-    return can_be_summed(weight.dtype) and (
-        weight.device.type == "cpu" or weight.dtype != torch.float32
-    )
-
-
 def can_be_summed(dtype: torch.dtype) -> bool:
     """Returns whether a weight of this dtype can have the float32 `.grad` that the kernel needs."""
     return dtype == torch.float32 or (

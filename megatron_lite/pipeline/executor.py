@@ -110,11 +110,6 @@ class Links:
                 one.wait()
         self._leaving.clear()
 
-    @property
-    def leaving(self) -> list[Tensor]:
-        """The tensors that are held until they have been sent."""
-        return [one.tensor for one in self._leaving]
-
     def _route(self, direction: Direction, *, sends: bool) -> tuple[int, int]:
         """Returns the number of the group that joins this rank and its peer, and that rank. Rank 0
         follows the last rank."""

@@ -10,7 +10,6 @@ This module uses the standard library only.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from megatron_lite.config.stages import most_in_flight
@@ -90,14 +89,3 @@ class StepOrder(NamedTuple):
                     forwards.append(Action("forward", microbatch, chunk))
                     backwards.append(Action("backward", microbatch, self.num_chunks - 1 - chunk))
         return forwards, backwards
-
-
-def in_flight(actions: Sequence[Action]) -> Iterator[tuple[Action, list[Action]]]:
-    """Yields each action and the forwards whose backward has not run after it, oldest first."""
-    waiting: dict[Action, None] = {}
-    for action in actions:
-        if action.kind == "forward":
-            waiting[action] = None
-        else:
-            del waiting[action._replace(kind="forward")]
-        yield action, list(waiting)

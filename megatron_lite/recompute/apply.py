@@ -24,18 +24,17 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from megatron_lite.config.policy import check_policy_reaches, parse_policy
-from megatron_lite.parallel.generators import Generators
-from megatron_lite.parallel.tensor_hash import prepare
-from megatron_lite.parallel.torch_internals import disable_dynamo, is_transformed
+from megatron_lite.parallel.tensor_hash import keys_on
+from megatron_lite.parallel.torch_internals import disable_dynamo, has_values, is_transformed
 from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.caches import with_own_caches
 from megatron_lite.recompute.contents import sharded, tensors_of
 from megatron_lite.recompute.guard import Guard, Verify
 from megatron_lite.recompute.hooked import How, Turns, rebuild_saved
 from megatron_lite.recompute.layer_state import Written
-from megatron_lite.recompute.randomness import DefaultGenerators
+from megatron_lite.recompute.randomness import DefaultGenerators, Generators
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, segments
-from megatron_lite.recompute.saved import Args, Kwargs, has_values
+from megatron_lite.recompute.saved import Args, Kwargs
 
 if TYPE_CHECKING:
     from megatron_lite.recompute.offload import CopyStreams, Offload
@@ -96,7 +95,9 @@ def apply_policy_(
         )
     for notice in notices:
         warnings.warn(notice, stacklevel=2)
-    prepare(each for layer in layers for each in layer.parameters() if verify)
+    for layer in layers if verify else ():
+        for each in filter(has_values, layer.parameters()):
+            keys_on(each.device)  # which hashes keep
     shared = _Shared(plan, rng)
     for segment, layer in zip(plan.segments, layers, strict=True):
         if segment.is_whole or segment.on_host:

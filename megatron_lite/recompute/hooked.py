@@ -34,7 +34,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_lite.parallel.generators import Generators
 from megatron_lite.parallel.tensor_hash import read
 from megatron_lite.parallel.torch_internals import (
     PythonNode,
@@ -49,7 +48,7 @@ from megatron_lite.recompute.contents import CONSTANT, hash_last
 from megatron_lite.recompute.guard import Guard, Signature
 from megatron_lite.recompute.layer_state import LayerState, Written
 from megatron_lite.recompute.ops import KeptResults
-from megatron_lite.recompute.randomness import drawn_again
+from megatron_lite.recompute.randomness import Generators, drawn_again
 from megatron_lite.recompute.replay import Conditions, RecomputeMismatch
 from megatron_lite.recompute.router import KeptChoices
 from megatron_lite.recompute.saved import (

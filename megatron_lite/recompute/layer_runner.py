@@ -41,83 +41,68 @@ def run_layers(
     backward all-gathers it. Backward of one split unit also starts the all-gather for the split
     unit before it, so that this gather runs beside the replay.
 
-    stores: the model's memory for kept tensors, which every forward uses again.
+    stores: the model's memory for kept tensors, if the plan uses it: every forward uses it again.
     """
     assert plan.num_layers == len(layers), (plan, len(layers))
-    tp_size = tp_group.size() if tp_group else 1
-    split_before = None
+    split_before: Any = None  # the grad_fn of the last split unit
     around: AbstractContextManager[Opened | None] = nullcontext()
-    if plan.uses_stores and torch.is_grad_enabled():
-        from megatron_lite.recompute.stores import Stores
+    if stores and torch.is_grad_enabled():
+        around = stores.forward(plan, hidden_states, tp_group.size() if tp_group else 1)
 
-        around = (stores or Stores(hidden_states.device)).forward(plan, hidden_states, tp_size)
+    def rebuilt(segment: Segment, chain: Callable[..., Layer]) -> Tensor:
+        """Runs a segment so that backward runs it again. chain: returns what runs its layers."""
+        # What few policies need is imported late.
+        record, results = None, None
+        if plan.verify:
+            from megatron_lite.recompute.checkpoint import Record
+
+            record = Record(_name(segment), rng)
+        if segment.ops:
+            from megatron_lite.recompute.hooked import How, rebuild_saved
+            from megatron_lite.recompute.ops import KeptResults
+
+            results = KeptResults(segment.ops, skip_tail=plan.skip_tail)
+        # A verified replay must be the forward itself, with nothing left out. A plan with `verify`
+        # has no `skip_tail`, so `replay` is None below and the engine runs `forward` again.
+        forward = chain(record=record, results=results)
+        forward = record.recorded(forward) if record else forward
+        replay = chain(skip_layer_tail=True, results=results) if plan.skip_tail else None
+        if not results:
+            from megatron_lite.recompute.checkpoint import checkpoint
+
+            return checkpoint(
+                forward,
+                hidden_states,
+                *extras,
+                rng=rng,
+                replay=replay,
+                split_group=tp_group if segment.split else None,
+                previous=split_before,
+            )
+
+        # The tables that the model holds anyway are bound to the function: they are not arguments,
+        # so the engine does not keep them a second time.
+        def bound(layer: Layer) -> Layer:
+            return lambda hidden_states: layer(hidden_states, *extras)
+
+        how = How(name=_name(segment), results=results, rng=rng, replay=replay and bound(replay))
+        return rebuild_saved(bound(forward), (hidden_states,), {}, how)
+
     with around as opened:
         for segment in plan.segments:
             # Outside of the stores: they stay on the device. A region without the router keeps
             # `Regions` among its arguments, and so these.
             choices = Choices(is_replayed=segment.is_whole or MOE in segment.regions)
             part = layers[segment.first_layer : segment.first_layer + segment.num_layers]
+            chain = partial(_chain, plan, segment, part, rng, choices)
             with opened(segment, (part, extras)) if opened else nullcontext():
-                hidden_states = _run(
-                    plan,
-                    segment,
-                    partial(_chain, plan, segment, part, rng, choices),
-                    hidden_states,
-                    *extras,
-                    rng=rng,
-                    previous=split_before,
-                    split_group=tp_group if segment.split else None,
-                )
+                if segment.is_whole:
+                    hidden_states = rebuilt(segment, chain)
+                else:
+                    hidden_states = chain()(hidden_states, *extras)
             # Segments that are not split may lie between: the next gather is the last split one's.
             split_before = hidden_states.grad_fn if segment.split else split_before
     return hidden_states
-
-
-def _run(
-    plan: RecomputePlan,
-    segment: Segment,
-    chain: Callable[..., Layer],
-    *args: Any,
-    rng: RngStreams,
-    split_group: ProcessGroup | None,
-    previous: Any,
-) -> Tensor:
-    """Runs one segment and returns its output.
-
-    chain: returns a function that runs its layers. previous: the grad_fn of the last split unit.
-    """
-    if not segment.is_whole:
-        return chain()(*args)
-    # What few policies need is imported late.
-    record, results = None, None
-    if plan.verify:
-        from megatron_lite.recompute.checkpoint import Record
-
-        record = Record(_name(segment), rng)
-    if segment.ops:
-        from megatron_lite.recompute.hooked import How, rebuild_saved
-        from megatron_lite.recompute.ops import KeptResults
-
-        results = KeptResults(segment.ops, skip_tail=plan.skip_tail)
-    # A verified replay must be the forward itself, with nothing left out. A plan with `verify` has
-    # no `skip_tail`, so `replay` is None below and the engine runs `forward` again.
-    forward = chain(record=record, results=results)
-    forward = record.recorded(forward) if record else forward
-    replay = chain(skip_layer_tail=True, results=results) if plan.skip_tail else None
-    if not results:
-        from megatron_lite.recompute.checkpoint import checkpoint
-
-        return checkpoint(
-            forward, *args, rng=rng, replay=replay, split_group=split_group, previous=previous
-        )
-    # Tables that the model holds anyway are bound to the function: they are not arguments, so the
-    # engine does not keep them a second time. A tensor belongs to the micro-batch and is kept.
-    hidden_states, *extras = args
-    tensors = [extra for extra in extras if isinstance(extra, Tensor)]
-    how = How(
-        name=_name(segment), results=results, rng=rng, replay=replay and _bound(replay, extras)
-    )
-    return rebuild_saved(_bound(forward, extras), (hidden_states, *tensors), {}, how)
 
 
 def _chain(
@@ -152,19 +137,6 @@ def _chain(
         return hidden_states
 
     return run
-
-
-def _bound(layer: Layer, extras: Sequence[Any]) -> Layer:
-    """Returns the layer with its extras bound, except the tensors, which stay arguments."""
-    # the class in the place of each tensor
-    tables = [Tensor if isinstance(extra, Tensor) else extra for extra in extras]
-
-    def call(hidden_states: Tensor, *tensors: Tensor) -> Tensor:
-        given = iter(tensors)
-        own = [next(given) if table is Tensor else table for table in tables]
-        return layer(hidden_states, *own)
-
-    return call
 
 
 def _name(segment: Segment) -> str:

@@ -14,14 +14,24 @@ from contextlib import contextmanager
 from ctypes import string_at
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from megatron_lite.parallel.generators import Generators, RngSnapshot
+from megatron_lite.parallel.rng import RngSnapshot
 
 CPU = "cpu"
+
+
+class Generators(Protocol):
+    """All the generators that a replay may draw from. Their state can be read and restored."""
+
+    device: torch.device
+
+    def snapshot(self) -> RngSnapshot: ...
+
+    def restore(self, snapshot: RngSnapshot) -> None: ...
 
 
 class Randomness(NamedTuple):

@@ -76,14 +76,6 @@ class Segment:
         """The modules of a layer whose saved tensors go to host memory; empty: all of them."""
         return frozenset(PARTS[name] for name in parts_of(self.store))
 
-    def moves(self, module: str | None, *, stays: bool) -> bool:
-        """Returns whether a kept tensor goes to host memory.
-
-        module: the module that saves it first, by its name within the layer.
-        stays: whether no policy moves the tensor.
-        """
-        return self.on_host and not stays and (not self.host_modules or module in self.host_modules)
-
 
 @dataclass(frozen=True)
 class RecomputePlan:

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite.parallel.generators import Generators
 from megatron_lite.recompute.phase import recomputing
-from megatron_lite.recompute.randomness import Randomness, autocast_states, drawn_again
+from megatron_lite.recompute.randomness import Generators, Randomness, autocast_states, drawn_again
 
 
 class RecomputeMismatch(RuntimeError):

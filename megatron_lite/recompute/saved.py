@@ -75,14 +75,6 @@ def check_unwritten(
         )
 
 
-def has_values(value: Any) -> bool:
-    """Tells whether a tensor or an array has values that can be copied and compared.
-
-    A tensor on the meta device and a fake tensor have none.
-    """
-    return not isinstance(value, Tensor) or (value.device.type != "meta" and not is_fake(value))
-
-
 @contextmanager
 def exchanging(exchange: Callable[[Tensor], Handle | None]) -> Iterator[None]:
     """Keeps `exchange(tensor)` in place of each tensor that is saved inside the block.

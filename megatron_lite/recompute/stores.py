@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megatron_lite.parallel.torch_internals import tree_leaves
 from megatron_lite.parallel.weights import weights_in_use
-from megatron_lite.recompute.offload import CopyStreams, Offload
+from megatron_lite.recompute.offload import CopyStreams, Offload, copy_streams_of
 from megatron_lite.recompute.phase import allocating_on_host, running_modules
 from megatron_lite.recompute.pool import Memory, Pool, Slot
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
@@ -87,15 +87,15 @@ class Stores:
         first one. An arena has slots for that many.
     """
 
-    def __init__(self, device: torch.device, *, micro_batches: int = 1) -> None:
-        self.device, self.micro_batches = device, micro_batches
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.micro_batches = device, 1
         self.pool = Pool(pinned=device.type == "cuda")
         # By whether it is on the host; and for how many micro-batches it has slots.
         self._arenas = {on_host: Memory() for on_host in (False, True)}
         self._room = Counter[bool]()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stores:
-        return Stores(self.device, micro_batches=self.micro_batches)
+        return Stores(self.device)
 
     def reserve(self, micro_batches: int) -> None:
         """Makes room for `micro_batches` in flight from the next forward on. Room never shrinks.
@@ -155,8 +155,6 @@ class Stores:
     @cached_property
     def copy_streams(self) -> CopyStreams:
         """The object that copies between device and host."""
-        from megatron_lite.recompute.offload import copy_streams_of
-
         return copy_streams_of(self.device)
 
     def _arena(
@@ -190,20 +188,19 @@ class Stores:
 def _parts(
     offload: Offload, memory: Memory, modules: frozenset[str], shared: Iterable[Any]
 ) -> Iterator[None]:
-    """Offloads what these modules of the segment's layers save first.
+    """Offloads what these modules of the segment's layer save first. Such a segment has one layer.
 
     The hooks that tell which module runs are registered for the block alone.
     """
-    layers, *_ = shared
-    # Only the innermost running module counts: the parts name modules, and not their children.
-    with ExitStack() as stack:
-        running = [stack.enter_context(running_modules(layer)) for layer in layers]
+    (layer,), *_ = shared
+    with running_modules(layer) as running:
 
         def wanted() -> bool:
-            return any(names[-1] in modules for names in running if names)
+            # Only the innermost running module counts: the parts name modules, not their children.
+            return bool(running) and running[-1] in modules
 
-        stack.enter_context(offload.segment(memory, stay=_tensors(shared), wanted=wanted))
-        yield
+        with offload.segment(memory, stay=_tensors(shared), wanted=wanted):
+            yield
 
 
 def _tensors(shared: Iterable[Any]) -> Iterator[Tensor]:

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.parallel.generators import Generators
-from megatron_lite.recompute.randomness import casts_not_cached
+from megatron_lite.recompute.randomness import Generators, casts_not_cached
 from megatron_lite.recompute.replay import Conditions
 
 

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_lite.parallel.generators import Generators
 from megatron_lite.parallel.tensor_hash import quick_hash, read
 from megatron_lite.parallel.torch_internals import base_of
-from megatron_lite.recompute.randomness import Randomness
+from megatron_lite.recompute.randomness import Generators, Randomness
 
 STREAM = "RNG stream"
 NOT_THE_SAME = "a replay is not what its forward was at"

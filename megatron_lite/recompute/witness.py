@@ -30,12 +30,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from megatron_lite.parallel.generators import Generators
 from megatron_lite.parallel.tensor_hash import Hashes, differing, hash_once, quick_hash
 from megatron_lite.parallel.torch_internals import address_of, tree_flatten_with_path
 from megatron_lite.recompute.call_arguments import argument_name
 from megatron_lite.recompute.contents import Contents, sharded, tensors_of, unobserved
 from megatron_lite.recompute.guard import Guard, Signature
+from megatron_lite.recompute.randomness import Generators
 from megatron_lite.recompute.replay import RecomputeMismatch
 from megatron_lite.recompute.saved import Args, Kwargs, parameter_of, version_of
 from megatron_lite.recompute.verify import (

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from megatron_lite.parallel.compiled import Gradients, Pair, applied
 from megatron_lite.parallel.torch_internals import disable_current_modes, grouped_product, is_fake
 from megatron_lite.parallel.weight_gradient import in_autocast_dtype
-from megatron_lite.tensor_parallel.layers import new_parameter
 from megatron_lite.tensor_parallel.rank_context import RankContext
 
 ROW_BYTES = 16
@@ -46,7 +45,7 @@ class GroupedLinear(nn.Module):
     ) -> None:
         super().__init__()
         new = partial(
-            new_parameter, context, num_experts, output_size, of_experts=True, tp_blocks=tp_blocks
+            context.new_parameter, num_experts, output_size, of_experts=True, tp_blocks=tp_blocks
         )
         self.weight = new(input_size, tp_dim=tp_dim, init_std=init_std)
         self.bias = new(tp_dim=1 if tp_dim == 1 else None) if bias else None
@@ -66,8 +65,6 @@ class GroupedLinear(nn.Module):
         adds_bias = self._adds_bias
 
         def forward(rows: Tensor, weight: Tensor, ends: Tensor, *of_bias: Any) -> Tensor:
-            if skip_tail:
-                return rows.new_empty(()).expand(rows.shape[0], weight.shape[1])
             product = products(rows, weight.transpose(1, 2), ends)
             if not (of_bias and adds_bias):
                 return product
@@ -84,7 +81,8 @@ class GroupedLinear(nn.Module):
             return *grads, None, *of_bias_grads
 
         inputs = rows, weight, ends, *(() if self.bias is None else (self.bias, factors))
-        return applied(Pair(forward, backward, slice(None)), *inputs)
+        unread = (len(rows), weight.shape[1]) if skip_tail else None
+        return applied(Pair(forward, backward, slice(None)), *inputs, unread=unread)
 
 
 def _bias_gradients(

@@ -48,7 +48,6 @@ from megatron_lite.parallel.collectives import (
     start_reduce_scatter_first_dim,
 )
 from megatron_lite.parallel.compiled import Gradients, Pair, applied
-from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
 from megatron_lite.parallel.weight_gradient import (
     LOOKUP_ATTRIBUTE,
     OwnSum,
@@ -160,18 +159,6 @@ class _ParallelMatmul(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, *[None] * 5
 
 
-def new_parameter(context: RankContext, *global_shape: int, **fields: Any) -> nn.Parameter:
-    """Returns an uninitialised parameter that holds this rank's shard and carries its spec.
-
-    fields: those of ParameterSpec.
-    """
-    spec = ParameterSpec(global_shape=global_shape, **fields)
-    place = context.holding(spec)
-    shape = spec.local_shape(place.tp_size, place.ep_size)
-    local = torch.empty(shape, dtype=context.params_dtype, device=context.device)
-    return mark(nn.Parameter(local), spec)
-
-
 class _ParallelLinear(nn.Module):
     """A linear layer whose weight [output_size, input_size] is sharded along `tp_dim`.
 
@@ -199,7 +186,7 @@ class _ParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.context, self.skip_bias_add = context, skip_bias_add
-        new = partial(new_parameter, context, output_size, tp_blocks=tp_blocks)
+        new = partial(context.new_parameter, output_size, tp_blocks=tp_blocks)
         self.weight = new(
             input_size,
             tp_dim=self.tp_dim,
@@ -306,13 +293,8 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.context = context
-        self.weight = new_parameter(
-            context,
-            vocab_size,
-            hidden_size,
-            tp_dim=0,
-            padded_length=padded_vocab_size,
-            init_std=init_std,
+        self.weight = context.new_parameter(
+            vocab_size, hidden_size, tp_dim=0, padded_length=padded_vocab_size, init_std=init_std
         )
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ Each function returns its input if the group is None, and keeps no tensor for ba
 layers (layers.py) have f and g themselves, since they overlap them with matmuls.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -43,7 +43,8 @@ def reduce_from_tensor_parallel_region(
     Each partial tensor is one summand, so its gradient is the whole gradient of the sum.
     skip_tail: builds only the graph, for a replay whose output is never read.
     """
-    return mapped(partial, tp_group, _unread if skip_tail else all_reduce, lambda grad, _: grad)
+    unread = partial.shape if skip_tail else None
+    return mapped(partial, tp_group, all_reduce, lambda grad, _: grad, unread)
 
 
 def copy_to_tensor_parallel_region(whole: Tensor, tp_group: Group) -> Tensor:
@@ -66,8 +67,10 @@ def reduce_scatter_to_sequence_parallel_region(
 
     Raises ValueError if t does not divide s. skip_tail: see reduce_from_tensor_parallel_region.
     """
-    forward = _unread_part if skip_tail else reduce_scatter_first_dim
-    return mapped(partial, tp_group, forward, all_gather_first_dim)
+    unread = None
+    if skip_tail and tp_group is not None:
+        unread = partial.shape[0] // tp_group.size(), *partial.shape[1:]
+    return mapped(partial, tp_group, reduce_scatter_first_dim, all_gather_first_dim, unread)
 
 
 def gather_from_tensor_parallel_region(sharded: Tensor, tp_group: Group) -> Tensor:
@@ -79,14 +82,6 @@ def gather_from_tensor_parallel_region(sharded: Tensor, tp_group: Group) -> Tens
     return mapped(sharded, tp_group, _gather_columns, _own_columns)
 
 
-def _unread(tensor: Tensor, _: ProcessGroup) -> Tensor:
-    return tensor.new_empty(()).expand(tensor.shape)
-
-
-def _unread_part(tensor: Tensor, tp_group: ProcessGroup) -> Tensor:
-    return _unread(tensor[: tensor.shape[0] // tp_group.size()], tp_group)
-
-
 def _gather_columns(sharded: Tensor, tp_group: ProcessGroup) -> Tensor:
     stacked = all_gather_first_dim(sharded.unsqueeze(0), tp_group)  # [t, ..., n/t]
     return stacked.movedim(0, -2).flatten(-2)  # [..., t, n/t], then [..., n]
@@ -96,9 +91,18 @@ def _own_columns(whole: Tensor, tp_group: ProcessGroup) -> Tensor:
     return whole.chunk(tp_group.size(), -1)[tp_group.rank()].contiguous()
 
 
-def mapped(tensor: Tensor, group: Group, forward: Collective, backward: Collective) -> Tensor:
-    """Returns `forward` of the tensor. Its gradient is `backward` of the result's."""
+def mapped(
+    tensor: Tensor,
+    group: Group,
+    forward: Collective,
+    backward: Collective,
+    unread: Sequence[int] | None = None,
+) -> Tensor:
+    """Returns `forward` of the tensor. Its gradient is `backward` of the result's.
+
+    unread: see `applied`.
+    """
     if group is None:
         return tensor
     pair = Pair(lambda one: forward(one, group), lambda grad: backward(grad, group), slice(0))
-    return applied(pair, tensor)
+    return applied(pair, tensor, unread=unread)

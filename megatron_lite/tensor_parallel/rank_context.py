@@ -6,8 +6,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatron_lite.parallel.compiled import Kernels
+from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL
 from megatron_lite.parallel.sequence_spans import spans_of
 from megatron_lite.parallel.state import ParallelState
@@ -42,6 +44,17 @@ class RankContext(ParallelState):
         place = {field.name: getattr(parallel, field.name) for field in fields(parallel)}
         is_split = sequence_parallel and parallel.tp_size > 1
         return cls(**place, sequence_parallel=is_split, **settings)
+
+    def new_parameter(self, *global_shape: int, **settings: Any) -> nn.Parameter:
+        """Returns an uninitialised parameter that holds this rank's shard and carries its spec.
+
+        settings: the other fields of ParameterSpec.
+        """
+        spec = ParameterSpec(global_shape=global_shape, **settings)
+        place = self.holding(spec)
+        shape = spec.local_shape(place.tp_size, place.ep_size)
+        local = torch.empty(shape, dtype=self.params_dtype, device=self.device)
+        return mark(nn.Parameter(local), spec)
 
     def spans(self, num_tokens: int) -> tuple[slice, ...]:
         """Returns the positions of this rank's `num_tokens` tokens of each sequence."""

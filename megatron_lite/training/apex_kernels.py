@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron_lite.config.training import TrainingConfig
@@ -26,7 +27,6 @@ from megatron_lite.parallel.weight_gradient import (
     accumulate_with_,
     adds_unrounded,
     can_be_summed,
-    lookup_adds,
 )
 from megatron_lite.parallel.weights import gathered_dtype
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -81,7 +81,7 @@ def fuse_weight_gradients_(
             reason = (
                 f"this torch gives no {weight.dtype} weight a float32 gradient (Tensor.grad_dtype)"
             )
-        elif weight in tables and lookup_adds(weight) and not narrow:
+        elif weight in tables and not narrow and (on != "cuda" or weight.dtype != torch.float32):
             accumulate_lookup_(weight, gradients.grads[name])
         if weight not in matmuls:
             continue

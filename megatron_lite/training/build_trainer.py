@@ -191,7 +191,7 @@ def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
                 batches=batches,
             )
             if start is not None:
-                config, schedule, followed = follow_schedule(config, schedule, start, parallel)
+                config, schedule, followed = follow_schedule(config, schedule, start)
         if not (training.allow_predicted_out_of_memory or config.compiles_layers):
             check_fits(config, parallel, in_step=True)
         rules = document_rules(config)
@@ -262,13 +262,12 @@ def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
 
 
 def follow_schedule(
-    config: RunConfig, schedule: LrSchedule, start: Start, parallel: ParallelState
+    config: RunConfig, schedule: LrSchedule, start: Start
 ) -> tuple[RunConfig, LrSchedule, list[str]]:
     """Returns the run, the learning-rate schedule that it follows, and lines for the log.
 
     Megatron stops if the checkpoint's schedule differs from that of the flags, and no flag says
-    which one to follow. Here the flags decide, and the log lists the differences. Every rank must
-    call this.
+    which one to follow. Here the flags decide, and the log lists the differences.
 
     config: gets the weight decay of the checkpoint if the run follows it.
     schedule: that of the flags.

@@ -33,8 +33,7 @@ from torch import Tensor
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.parallel.compiled import copied, first_line
-from megatron_lite.parallel.generators import RngSnapshot
-from megatron_lite.parallel.rng import RngStreams
+from megatron_lite.parallel.rng import RngSnapshot, RngStreams
 from megatron_lite.parallel.torch_internals import tree_leaves, tree_map, tree_map_only
 from megatron_lite.training.batches import Batches
 from megatron_lite.training.observe import Look

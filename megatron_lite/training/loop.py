@@ -269,7 +269,9 @@ class Trainer:
             if logging.log_num_zeros_in_grad:
                 figures["num_zeros"] = self.optimizer.num_zeros_in_grad()
             if config.model.num_experts is not None:
-                figures |= self.runner.router_figures(len(batches))
+                from megatron_lite.model.router import router_figures
+
+                figures |= router_figures(self.runner.routers, parallel, config.model, len(batches))
         end = StepEnd(parallel.device, **figures)
         yield
         read, seconds = end.read(self._last_end)

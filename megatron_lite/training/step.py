@@ -22,7 +22,7 @@ from megatron_lite.optim.optimizer import Optimizer, OptimizerStep
 from megatron_lite.parallel.collectives import Timed, all_reduce, not_timed
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.pipeline.executor import Forward, Links, run_actions
-from megatron_lite.pipeline.order import Action, StepOrder, in_flight
+from megatron_lite.pipeline.order import Action, StepOrder
 from megatron_lite.recompute.recompute_plan import keep_everything
 from megatron_lite.training.batches import Batches, MaskedMean
 from megatron_lite.training.observe import Look
@@ -135,7 +135,7 @@ def train_step(
             learning_rate, loss, decoupled_learning_rate=decoupled_learning_rate
         )
     for router in runner.routers:
-        router.update_bias(parallel.dp_cp_group)
+        router.update_bias()
     return StepResult(
         loss,
         update,
@@ -336,19 +336,6 @@ class StageRunner:
             return sum(losses[1:], start=losses[0])
         return torch.zeros((), dtype=dtype, device=self.parallel.device)
 
-    def router_figures(self, num_microbatches: int) -> dict[str, Tensor]:
-        """Returns the figures of the last step's routers (model/router.py), of losses in use."""
-        from megatron_lite.model.router import router_figures
-
-        config = self._chunks[0].config
-        figures = router_figures(
-            self.routers,
-            self.parallel,
-            num_calls=(config.num_layers - config.num_dense_layers) * num_microbatches,
-        )
-        has = {"load_balancing_loss": config.balance_losses, "z_loss": config.moe_z_loss_coeff}
-        return {name: figure for name, figure in figures.items() if has.get(name, True)}
-
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> Tensor:
         """Returns the sum of the micro-batches' mean losses, 0-d float64.
@@ -385,24 +372,25 @@ class StageRunner:
         plan, is_last = chunk.decoder.plan, chunk.stage.is_last
         if action in whole:
             plan = keep_everything(chunk.stage.num_layers)
-        if look is not None and number == 0:
-            run = partial(self._stage, batches, step_loss, whole, timed, None)
-            return look(chunk, plan, partial(run, action, hidden_states))
-        with timed("forward-compute"):
-            if hidden_states is not None and not is_last and not self._everywhere:
-                return chunk(hidden_states, plan=plan)
-            # The stage holds only those tensors of the micro-batch that it uses.
-            with timed("batch-generator"):
-                inputs, labels, mask, documents = batches[number]
-            inputs = inputs if hidden_states is None else hidden_states
-            if not is_last:
-                del labels, mask  # they would live on while the stage runs
-                return chunk(inputs, None, documents, plan=plan)
-            gradient = None
-            if self._loss_in_one_pass and self.model.training:
-                gradient = step_loss.gradient(labels, mask, number)
-            losses = chunk(inputs, labels, documents, gradient, plan)
-            return step_loss.of(losses, mask, number)
+
+        def run() -> Tensor:
+            with timed("forward-compute"):
+                if hidden_states is not None and not is_last and not self._everywhere:
+                    return chunk(hidden_states, plan=plan)
+                # The stage holds only those tensors of the micro-batch that it uses.
+                with timed("batch-generator"):
+                    inputs, labels, mask, documents = batches[number]
+                inputs = inputs if hidden_states is None else hidden_states
+                if not is_last:
+                    del labels, mask  # they would live on while the stage runs
+                    return chunk(inputs, None, documents, plan=plan)
+                gradient = None
+                if self._loss_in_one_pass and self.model.training:
+                    gradient = step_loss.gradient(labels, mask, number)
+                losses = chunk(inputs, labels, documents, gradient, plan)
+                return step_loss.of(losses, mask, number)
+
+        return run() if look is None or number else look(chunk, plan, run)
 
     def _reserve(self, num_microbatches: int) -> None:
         """Reserves memory for the inputs that a step of so many micro-batches keeps at once."""
@@ -410,6 +398,9 @@ class StageRunner:
             return
         # The order repeats after 2p micro-batches. More micro-batches do not raise the maximum.
         actions = self._actions(min(num_microbatches, 2 * self.parallel.pp_size))
-        held = [Counter(action.chunk for action in waiting) for _, waiting in in_flight(actions)]
+        held, most = Counter[int](), Counter[int]()  # by chunk: now, and at any time
+        for action in actions:
+            held[action.chunk] += 1 if action.kind == "forward" else -1
+            most |= held
         for number, chunk in enumerate(self._chunks):
-            chunk.decoder.stores.reserve(max(counts[number] for counts in held))
+            chunk.decoder.stores.reserve(most[number])

@@ -16,13 +16,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8
 def test_blocks_count_in_their_order_and_strides_do_not(monkeypatch):
     tensor = torch.randn(33, 7)
     data = torch.cat([torch.zeros(3, dtype=torch.uint8), tensor.view(-1).view(torch.uint8)])
-    keys = module._keys.__wrapped__
+    keys = module.keys_on.__wrapped__
     for _ in range(2):
         found = [quick_hash(one) for one in (tensor, tensor.t().contiguous().t(), data[3:])]
         assert len({*map(int, found)}) == 1  # the last does not begin at a multiple of 8 bytes
         assert int(quick_hash(tensor.flip(0))) != int(found[0])
         monkeypatch.setattr(module, "hashed_at_a_time", lambda device: 5)
-        monkeypatch.setattr(module, "_keys", keys)
+        monkeypatch.setattr(module, "keys_on", keys)
     equal, other = torch.arange(20).repeat(2, 1), torch.arange(20, 40)
     blocks = torch.cat([equal, other[None]])  # of 5 words each
     assert len({int(quick_hash(blocks[order])) for order in ([0, 1, 2], [0, 2, 1], [2, 0, 1])}) == 3

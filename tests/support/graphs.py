@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_lite.parallel.collectives import WAITING
-from megatron_lite.parallel.generators import RngSnapshot
+from megatron_lite.parallel.rng import RngSnapshot
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.build_trainer import build_trainer
 from megatron_lite.training.graphs import Recorder

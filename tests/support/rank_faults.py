@@ -113,34 +113,21 @@ class Poison:
         self._monkeypatch = pytest.MonkeyPatch()
         spoiled = False
 
-        def losses(model, *inputs):
+        def losses(model, hidden_states, *others):
             nonlocal spoiled
-            found = true_losses(model, *inputs)
-            if not self.where.startswith("loss") or spoiled:
+            is_first, spoiled = not spoiled, True
+            if is_first and not self.where.startswith("loss"):
+                named = {"gradient": hidden_states, **dict(model.named_parameters())}
+                self._spoil_gradient_of(
+                    next(value for name, value in named.items() if name.endswith(self.where))
+                )
+            found = true_losses(model, hidden_states, *others)
+            if not is_first or not self.where.startswith("loss"):
                 return found
-            spoiled = True
             return found * self.value if self.where == "loss" else found + self.value
 
-        def hidden_states(model, *inputs):
-            nonlocal spoiled
-            found = true_hidden_states(model, *inputs)
-            if not self.where.startswith("loss") and not spoiled:
-                target = (
-                    found
-                    if self.where == "gradient"
-                    else next(
-                        value
-                        for name, value in model.named_parameters()
-                        if name.endswith(self.where)
-                    )
-                )
-                self._spoil_gradient_of(target)
-                spoiled = True
-            return found
-
-        true_losses, true_hidden_states = GPTModel.losses, GPTModel.hidden_states
+        true_losses = GPTModel.losses
         self._monkeypatch.setattr(GPTModel, "losses", losses)
-        self._monkeypatch.setattr(GPTModel, "hidden_states", hidden_states)
 
     def __exit__(self, *_):
         self._monkeypatch.undo()

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_lite.memory.measure.step_meter import SimulatedTensors, simulated_rank
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import state
-from megatron_lite.recompute import offload
+from megatron_lite.recompute import stores
 from megatron_lite.recompute.offload import CudaCopyStreams
 from megatron_lite.recompute.phase import is_allocating_on_host
 from megatron_lite.training.batches import document_rules
@@ -122,7 +122,7 @@ def rank_on_the_device(config, patch, fake, **place):
     if not hasattr(torch, NAME):
         backends._setup_privateuseone_for_python_backend(NAME, _Module())
     patch.setattr(state, "choose_device", lambda *_: torch.device(NAME, 0))
-    patch.setattr(offload, "copy_streams_of", CudaCopyStreams)
+    patch.setattr(stores, "copy_streams_of", CudaCopyStreams)
     with simulated_rank(config.parallel, fake, **place) as parallel:
         yield parallel
 

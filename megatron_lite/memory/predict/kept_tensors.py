@@ -194,7 +194,8 @@ def segment_terms(
                 for tensor in call.returns
             )
     for term in terms:
-        moves = segment.moves(term.module, stays=term.tensor.stays)
+        parts = segment.host_modules
+        moves = segment.on_host and not term.tensor.stays and (not parts or term.module in parts)
         yield term._replace(on_host=True) if moves else term
 
 
