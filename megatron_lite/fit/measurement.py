@@ -48,6 +48,7 @@ CANDIDATES = ("none", "ops(matmul,attention)", "ops(matmul/2,attention)", "ops(a
 ON_RANKS = ("full@split",)  # they need tensor-parallel layers
 ON_HOST = ("none@host", "full@host")  # they need a GPU, which has pinned memory beside it
 TIMED = 2  # runs on a CPU, of which the fastest counts
+FIGURES = "kept", "held", "forward", "backward", "nanoseconds", "left", "late"  # of an option
 IMPOSSIBLE = 1 << 60  # the bytes of an action that a layer cannot have
 
 
@@ -201,7 +202,7 @@ class Measurement:
         self._shared = _of_all_ranks(*zip(*told, strict=True))
         self._alike = {number: same for same in kinds for number in same}
         waiting = [(numbers, list(candidates)) for numbers in kinds]
-        found: dict[tuple[int, str], Option] = {}
+        found, shown = dict[tuple[int, str], Option](), dict[tuple[int, str], int]()
         self._finds_left = False  # whether a forward after a backward does
         # what a call of a layer keeps, in thousandths of its largest call
         self._weights: dict[tuple[int, int], int] = {}
@@ -223,7 +224,9 @@ class Measurement:
                     ):
                         tried[number] = actions.pop(0)
             for number, one in self._compared(tried, spans).items():
-                found[self._alike[number][0], one.action] = one
+                key = self._alike[number][0], one.action
+                found[key], shown[key] = one, number
+        self._outlive = set[int]()
         options: list[list[Option]] = [[] for _ in self._layers]
         for numbers in kinds:
             agreed = self._agreed([found[numbers[0], action] for action in candidates])
@@ -241,25 +244,27 @@ class Measurement:
             for number in numbers:
                 full = Option(FULL, keeps=frozenset(self._notes.kept[number]))
                 options[number] = [
-                    one._replace(
-                        keeps=self._shared_at(number, one.keeps),
-                        held=one.held + self._kept_alone(number, one.keeps, numbers),
-                    )
+                    self._at(number, one, full.keeps, shown.get((numbers[0], one.action), number))
                     for one in (*agreed, full)
                 ]
+        # Others may hold the results that options keep, up to a backward of a later layer.
+        are_held = bool(self._outlive) and min(self._outlive) > 0
+        time = sum(span.nanoseconds for span in spans)
+        told = self._ranks.told((spans[-1].end, time, are_held, options))
+        ends, times, held, every = zip(*told, strict=True)
+        options = [[*map(_dearest, zip(*same, strict=True))] for same in zip(*every, strict=True)]
         # Most shared tensors are kept by every option.
         differ = {key for each in options for one in each for key in one.keeps ^ each[-1].keeps}
         moments = self._moments(spans)
-        told = self._ranks.told((spans[-1].end, sum(span.nanoseconds for span in spans)))
-        end, time = map(max, zip(*told, strict=True))
         return Problem(
             options=[[one._replace(keeps=one.keeps & differ) for one in each] for each in options],
             begin=max(one.peak for one in moments[-1]),
             end=max((one.peak for one in moments[-1] if one.name == AFTER), default=0),
             moments=moments[:-1],
-            update=end + self._update,
-            nanoseconds=time,
+            update=max(ends) + self._update,
+            nanoseconds=max(times),
             shared={key: self._shared[key] for key in differ},
+            are_held=all(held),
         )
 
     def _moments(self, spans: list[Span]) -> list[list[Moment]]:
@@ -292,16 +297,29 @@ class Measurement:
         keys = {tensors[place] for place in places if place < len(tensors)}
         return frozenset(keys & self._shared.keys())
 
-    def _kept_alone(self, number: int, places: Iterable[int], alike: Sequence[int]) -> int:
-        """Returns the bytes of what a layer keeps and shares with none, such as the last layer its
-        result, where others of its kind share it (alike), so that no option has its bytes."""
-        notes = self._notes
-        alone = {
-            notes.tensors[number][place]
-            for place in places
-            if any(self._shared_at(other, [place]) for other in alike)
-        } - self._shared.keys()
-        return sum(map(notes.num_bytes, alone))
+    def _is_elsewhere(self, number: int, place: int) -> bool:
+        """Tells whether others hold an argument or result of a layer as well."""
+        tensor = self._notes.tensors[number][place]
+        return tensor in self._shared or tensor in self._notes.saved_later(number)
+
+    def _at(self, number: int, option: Option, full: frozenset[int], like: int) -> Option:
+        """Returns an option with the tensors that this layer shares, and with the bytes of what it
+        keeps alone, such as the last layer its result.
+
+        full: the places of what a full recompute keeps.
+        like: the layer that has shown the option.
+        """
+        notes, tensors = self._notes, self._notes.tensors[number]
+        later, more, shared = notes.saved_later(number), option.keeps - full, self._shared.keys()
+        made = {tensors[place] for place in more} - notes.given(number) - shared
+        self._outlive |= {later.get(each, number) - number for each in made} - {1}
+        alone = {tensors[place] for place in more if self._is_elsewhere(like, place)} - shared
+        late = {each for each in alone if later.get(each) == number + 1}
+        return option._replace(
+            keeps=self._shared_at(number, option.keeps),
+            held=option.held + notes.num_bytes(alone - late),
+            late=notes.num_bytes(late),
+        )
 
     def _compared(self, tried: dict[int, str], full: list[Span]) -> dict[int, Option]:
         """Returns the options that are tried, by the layers that try them.
@@ -336,8 +354,10 @@ class Measurement:
                 if one.first >= number:
                     held -= one.num_bytes * ((each in keeps) - (one.first == number))
             if number in self._used:
-                later_on = self._notes.saved_later(number) - {tensors[place] for place in places}
-                held += sum(map(self._notes.num_bytes, later_on))
+                notes, own = self._notes, {tensors[place] for place in places}
+                given, later_on = notes.given(number), notes.saved_later(number).keys()
+                made = own - given - self._shared.keys()
+                held += notes.num_bytes(later_on & given - own) - notes.num_bytes(later_on & made)
                 if 2 * (end - earlier - later) > kept - held > 0:
                     left, held = kept - held, kept
             later += left
@@ -356,12 +376,14 @@ class Measurement:
         # A layer that keeps everything does the least, also where clocks are not exact.
         quickest = min(-1, *(option.nanoseconds for option in options))
         options[0] = options[0]._replace(nanoseconds=quickest)
-        fields = ("left", *Option._fields[1:-3])
-        agreed = [
-            same[0]._replace(**{name: max(getattr(one, name) for one in same) for name in fields})
-            for same in zip(*self._ranks.told(options), strict=True)
-        ]
+        agreed = map(_dearest, zip(*self._ranks.told(options), strict=True))
         return [option for option in agreed if option.kept < IMPOSSIBLE]
+
+
+def _dearest(same: Sequence[Option]) -> Option:
+    """Returns an option with its highest figures on any rank."""
+    figures = {name: max(getattr(one, name) for one in same) for name in FIGURES}
+    return same[0]._replace(**figures)
 
 
 def _second_forward(spans: list[Span]) -> int:

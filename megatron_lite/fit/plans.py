@@ -57,6 +57,8 @@ class Option(NamedTuple):
         copies has ended its forward, and are there again when the backward of that one begins.
     left: how many are there to the end of all backwards, as the step holds an output of the model;
         if it accumulates gradients, even while the next forward runs (`Moment.finds_left`).
+    late: how many more than `held` are there in its own backward: results of the layer that what
+        follows it holds, too, up to then.
     """
 
     action: str
@@ -68,6 +70,7 @@ class Option(NamedTuple):
     keeps: frozenset[int] = frozenset()
     moved: int = 0
     left: int = 0
+    late: int = 0
 
     @property
     def rebuilds(self) -> bool:
@@ -147,6 +150,7 @@ class Problem:
     update: the peak of the optimizer's update.
     nanoseconds: the time of the step.
     shared: the tensors that layers share, except those that every option keeps.
+    are_held: whether results that layers keep are there at the end of all forwards anyway.
     """
 
     options: Sequence[Sequence[Option]]
@@ -156,6 +160,7 @@ class Problem:
     update: int
     nanoseconds: int
     shared: Mapping[int, Shared]
+    are_held: bool = False
 
     @cached_property
     def _first(self) -> _States:
@@ -215,7 +220,9 @@ class Problem:
             else:
                 extra += more
         moving = states.moving if not option.moved else 0 if is_last else option.moved
-        there = before, held + extra, kept, held + extra
+        there = before, held + extra + option.late, kept, held + extra
+        if self.are_held and number + 1 == len(self.options):  # no backward has begun
+            there = *there[:AFTER], np.minimum(kept, held)
         inside = option.forward + states.moving, option.backward + states.moving, moving, moving
         peaks: dict[int, Any] = {}
         for behind, peak in zip(states.behinds, waiting, strict=True):

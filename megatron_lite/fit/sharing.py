@@ -36,7 +36,7 @@ class Sharing:
         self._layers = numbers
         self._storages: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []  # and its bytes
         self._numbers: dict[int, int] = {}  # by address
-        # what is saved outside of layers, and how many layers had begun before
+        # what is saved outside of layers, and how many layers had begun when it first was
         self._outside: dict[int, int] = {}
         self._calls: dict[nn.Module, Any] = {}
         self.tensors: dict[int, list[int]] = {}
@@ -64,22 +64,26 @@ class Sharing:
                 if at < len(self.forms[layer]) and at in self.kept[layer]:
                     given.setdefault(number, []).append(layer)
         return {
-            number: Shared(made[number], layers[0], layers[-1], self.num_bytes(number))
+            number: Shared(made[number], layers[0], layers[-1], self.num_bytes([number]))
             for number, layers in given.items()
             # others are there before or after the step
-            if self.num_bytes(number) and number not in self._outside
+            if self.num_bytes([number]) and number not in self._outside
         }
 
-    def saved_later(self, layer: int) -> set[int]:
-        """Returns the arguments of a layer that are saved outside after it, so that they are gone
-        before its backward, unless it keeps them."""
-        given = self.tensors[layer][: len(self.forms[layer])]
-        return {number for number in given if self._outside.get(number, 0) > layer}
+    def saved_later(self, layer: int) -> dict[int, int]:
+        """Returns the arguments and results of a layer that are saved outside after it, so that
+        they are gone before its backward, unless it keeps them, and how many layers had begun."""
+        found = {number: self._outside.get(number, 0) for number in self.tensors[layer]}
+        return {number: begun for number, begun in found.items() if begun > layer}
 
-    def num_bytes(self, number: int) -> int:
-        """Returns the bytes of a storage, or 0 if it is there after the step."""
-        storage, num_bytes = self._storages[number]
-        return num_bytes * (storage() is None)
+    def given(self, layer: int) -> set[int]:
+        """Returns the arguments of a layer."""
+        return {*self.tensors[layer][: len(self.forms[layer])]}
+
+    def num_bytes(self, numbers: Iterable[int]) -> int:
+        """Returns the bytes of storages, without those that are there after the step."""
+        found = (self._storages[number] for number in numbers)
+        return sum(num_bytes for storage, num_bytes in found if storage() is None)
 
     def _begin(self, stack: ExitStack, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled() and (layer := self._layers[module]) not in self.forms:
@@ -111,7 +115,7 @@ class Sharing:
 
     def _note_outside(self, tensor: Tensor) -> None:
         if not self._calls:
-            self._outside[self._number_of(tensor)] = len(self.forms)
+            self._outside.setdefault(self._number_of(tensor), len(self.forms))
 
     def _number_of(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()

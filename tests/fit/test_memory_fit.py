@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import cross_entropy
 
 from megatron_lite.api import fit_memory_
 from megatron_lite.fit.layers import layer_lists
@@ -70,7 +71,31 @@ class Model(nn.Module):
                     hidden = block[1](hidden) + hidden.square()
                 else:
                     hidden = block(hidden)
-        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
+        return cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
+
+
+class Read(Model):
+    """Code outside of the list saves what each layer has made: a layer between (`way`), a loss, or
+    a later sum."""
+
+    def __init__(self, way):
+        super().__init__([])
+        self.part0 = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(6))
+        self.way, self.between = way, nn.Linear(32, 32)
+
+    def forward(self, ids):
+        """Returns the loss."""
+        hidden, states, losses = self.embedding(ids), [], []
+        for number, block in enumerate(self.part0):
+            if self.way == "skips" and number > 2:
+                hidden = hidden * states.pop()
+            hidden = block(hidden)
+            states.append(hidden)
+            if self.way == "losses" or number == 5:
+                losses.append(cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten()))
+            if self.way == "between":
+                hidden = self.between(hidden)
+        return sum(losses)
 
 
 class Selecting(Model):
@@ -91,7 +116,7 @@ class Selecting(Model):
             hidden = block(hidden)
         if self.releases:
             states = []
-        loss = nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
+        loss = cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
         return SimpleNamespace(loss=loss, states=states)
 
 
@@ -197,6 +222,7 @@ def check(model, step, shares):
             lambda: with_layers(Model([]), *[Block(32, 64), Block(32, 64)] * 2), id="standing twice"
         ),
         pytest.param(lambda: with_layers(Model([]), Looped(32, 64)), id="one layer"),
+        *(pytest.param(partial(Read, way), id=way) for way in ("between", "losses", "skips")),
         pytest.param(
             lambda: with_layers(
                 Model([]), *(nn.ModuleList([Block(32, 64), nn.Dropout()]) for _ in "abc")
