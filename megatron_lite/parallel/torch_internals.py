@@ -216,6 +216,7 @@ inductor_settings = partial(private, "torch._inductor.config")
 compiler_settings = partial(private, "torch._functorch.config")
 
 # Tensors and ranks without memory and processes.
+FakeTensor = private("torch._subclasses.fake_tensor.FakeTensor")
 FakeTensorMode = private("torch._subclasses.fake_tensor.FakeTensorMode")
 NeedsValues = private("torch._subclasses.fake_tensor.DataDependentOutputException")
 NeedsSizes = private("torch._subclasses.fake_tensor.DynamicOutputShapeException")

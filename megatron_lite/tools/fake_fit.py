@@ -31,6 +31,7 @@ from megatron_lite.fit.step import Step
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.step_meter import SimulatedTensors, StepMeter
 from megatron_lite.parallel.torch_internals import (
+    FakeTensor,
     NeedsSizes,
     NeedsValues,
     fake_store,
@@ -49,6 +50,7 @@ FILLED = ATEN.full.default, ATEN.zeros.default, ATEN.ones.default, ATEN.scalar_t
 MAKE_KNOWN = (*RANGES, *FILLED)
 EMPTY = ATEN.empty.memory_format
 MOST_INTEGERS, MOST_FLOATS = 1 << 16, 1 << 10  # of a tensor
+SAMPLES, FRAMES = 1000, 6  # of the sound of one token of text, 1/16 s
 INSTEAD = "call fit_memory_ with a batch of your own"
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
 
@@ -296,19 +298,31 @@ def _model(config: Any, dtype: torch.dtype) -> Any:
                 setattr(part, drop, 0.0)
         family = getattr(transformers, name, None)
         if isinstance(family, type) and issubclass(family, transformers.PreTrainedModel):
-            with no_init_weights():
+            with no_init_weights(), patch.object(FakeTensor, "__deepcopy__", _copied, create=True):
                 model = family._from_config(parsed, dtype=dtype)
             model.tie_weights()  # a part of the initialization
             return model.train()
     except Exception as error:  # the library checks few values before it computes with them
         raise InputError(f"transformers cannot build this model: {_reason(error)}") from error
-    raise InputError(f"architectures: {shown(repr(name))} is no model of transformers: name one")
+    raise InputError(
+        f"architectures: {shown(repr(name))} is no model of transformers: name one, such as "
+        "LlamaForCausalLM"
+    )
+
+
+def _copied(tensor: Any, memo: dict[int, Any]) -> Any:
+    """Returns a copy of a fake tensor. Torch's own copy reads memory, which there is not."""
+    if id(tensor) not in memo:
+        kind = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor.requires_grad_
+        memo[id(tensor)] = kind(tensor.detach().clone(), tensor.requires_grad)
+    return memo[id(tensor)]
 
 
 def _inputs(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Tensor]:
     """Returns a batch: token ids of text, and images and sound as large as the model takes.
 
-    An input that the forward does not name is left out.
+    If the model takes sound of any length, --seq-length is that of the sound. An input that the
+    forward does not name is left out.
     """
     config, main, accepted = model.config, model.main_input_name, _accepted(model)
     batch, length = given.micro_batch_size, given.seq_length
@@ -318,7 +332,8 @@ def _inputs(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Ten
     bins = getattr(sound, "num_mel_bins", None)
     # the width of a spectrum whose frames are --seq-length
     width = getattr(sound, "input_feat_per_channel", bins)
-    width = getattr(sound, "feature_projection_input_dim", width)
+    width = getattr(sound, "feature_projection_input_dim", getattr(sound, "input_dim", width))
+    unit, rate = "tokens", 1
     if bins and hasattr(sound, "max_source_positions") and "input_features" in accepted:
         frames = 2 * sound.max_source_positions  # Whisper's first convolutions halve them
         inputs["input_features"] = torch.zeros(batch, bins, frames, dtype=dtype)
@@ -326,19 +341,22 @@ def _inputs(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Ten
         inputs |= dict.fromkeys(("feature_attention_mask", "input_features_mask"), mask)
     elif main == "input_features" and width:
         inputs[main] = torch.zeros(batch, length, width, dtype=dtype)
+        unit, rate = "frames of sound", FRAMES
     elif main == "input_values":
-        inputs[main] = torch.zeros(batch, length, dtype=dtype)
+        length = getattr(config, "max_length", length)  # of a spectrum
+        inputs[main] = torch.zeros(batch, length, *[bins] if bins else (), dtype=dtype)
+        unit, rate = "samples of sound", SAMPLES
     elif main not in ("input_ids", *inputs):
         raise InputError(
             f"{type(model).__name__} reads {main}: only token ids, images, samples of sound and "
             f"spectra are made here; {INSTEAD}"
         )
-    is_text = "input_ids" in accepted or config.is_encoder_decoder
+    is_text = not accepted.keys().isdisjoint(("input_ids", "decoder_input_ids"))
     if length <= image_tokens and (is_text or main != "pixel_values"):
         least = f"{image_tokens + 1}, since an image takes {image_tokens}" if image_tokens else "1"
-        raise InputError(f"--seq-length must be at least {least} (got {length}): give the tokens")
+        raise InputError(f"--seq-length must be at least {least} (got {length}): give the {unit}")
     if is_text:
-        numbers = torch.arange(length)
+        numbers = torch.arange(math.ceil(length / rate))
         # Some models tell images by their number of tokens, and sound by two in a row.
         token = config.image_token_id if image_tokens else getattr(config, "audio_token_id", None)
         is_other = (numbers < (image_tokens or 2)).long().repeat(batch, 1)

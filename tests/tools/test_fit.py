@@ -1,6 +1,7 @@
 """`megatron-lite fit` against the real step, and its faults."""
 
 import json
+from copy import deepcopy
 from functools import partial
 from itertools import product
 
@@ -221,6 +222,13 @@ def with_towers(name, architecture, **settings):
             {"pixel_values": (36, 3, 8, 8)},
         ),
         (WHISPER, {"input_features": (1, 20, 100)}),
+        (
+            dict(
+                model_type="speech_to_text", architectures=["Speech2TextForConditionalGeneration"],
+                d_model=32, encoder_layers=2, decoder_layers=2, decoder_start_token_id=0,
+            ),
+            {"input_features": (1, 32, 80), "labels": (1, 6)},
+        ),
         (  # it drops blocks at rates from a range, and no block of its first stage is repeated
             dict(
                 model_type="swinv2", architectures=["Swinv2ForImageClassification"], image_size=32,
@@ -231,7 +239,7 @@ def with_towers(name, architecture, **settings):
     ],
     ids=[
         *("cut image", "images", "instruction", "patches", "sound and text", "sound and images"),
-        *("convolved patches", "speech", "stages"),
+        *("convolved patches", "speech", "frames", "stages"),
     ],
 )  # fmt: skip
 def test_images_and_spectra_are_made_as_the_configuration_says(config, names):
@@ -243,6 +251,15 @@ def test_images_and_spectra_are_made_as_the_configuration_says(config, names):
     assert selects or config["model_type"] != "idefics3"
     (line,) = [note for note in fit.notes if note.startswith("batch: ")]
     assert all(f"{name} {shape}" in line for name, shape in names.items())
+
+
+@pytest.mark.usefixtures("two_actions")
+def test_a_model_may_copy_its_parts(monkeypatch):
+    kind = transformers.LlamaForCausalLM
+    build = kind._from_config
+    monkeypatch.setattr(kind, "_from_config", lambda *args, **more: deepcopy(build(*args, **more)))
+    fit = fit_config(LLAMA, load_hardware("h100"), None, given(seq_length=32))
+    assert fit.plan.peak == pytest.approx(fit.measured, rel=0.01)
 
 
 @pytest.mark.usefixtures("two_actions")
