@@ -226,6 +226,8 @@ class Measurement:
             for number, one in self._compared(tried, spans).items():
                 key = self._alike[number][0], one.action
                 found[key], shown[key] = one, number
+        # After how many layers others release the results that options keep: 0 if they hold none.
+        # Those that are released right after their layer are left out (`Option.late`).
         self._outlive = set[int]()
         options: list[list[Option]] = [[] for _ in self._layers]
         for numbers in kinds:
@@ -247,7 +249,6 @@ class Measurement:
                     self._at(number, one, full.keeps, shown.get((numbers[0], one.action), number))
                     for one in (*agreed, full)
                 ]
-        # Others may hold the results that options keep, up to a backward of a later layer.
         are_held = bool(self._outlive) and min(self._outlive) > 0
         time = sum(span.nanoseconds for span in spans)
         told = self._ranks.told((spans[-1].end, time, are_held, options))

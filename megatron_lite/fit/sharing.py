@@ -24,8 +24,7 @@ class Sharing:
 
     A storage has a number, in the order in which storages are seen.
 
-    numbers: those of the layers, in the order of their first calls.
-
+    numbers: those of the layers, in the order of their first calls (`Step.numbers`).
     tensors: the storages of a layer's arguments, and behind them those of its results.
     kept: the places in `tensors` of those that the layer keeps.
     forms: the shapes of the arguments, and whether they need gradients.

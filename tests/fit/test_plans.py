@@ -45,7 +45,8 @@ def drawn(seed):
         kept = draw.randint(-2, 9)
         return Option(
             action, kept, kept - draw.randint(0, 5), draw.randint(-2, 5), draw.randint(-9, 5),
-            -draw.randint(0, 9), frozenset(keeps), moved, draw.randint(0, 4) * (seed % 3 == 0),
+            -draw.randint(0, 9), frozenset(keeps), moved,
+            *(draw.randint(0, 4) * (seed % each == 0) for each in (3, 4)),
         )  # fmt: skip
 
     def moment(name):
@@ -76,7 +77,7 @@ def peak_of(problem, choice):
         waiting = number + (name != FORWARD)
         done = waiting if moment == "forward" else 5
         first = choice[:waiting]
-        total = 0
+        total = choice[number].late * (name == BACKWARD)
         for number, option in enumerate(first):
             is_cached = moment == "forward" or any(one.rebuilds for one in first[number + 1 :])
             total += option.kept if is_cached else option.held
