@@ -1,6 +1,16 @@
-"""The sizes of one micro-batch on one rank, which decide the bytes of every tensor.
+"""The sizes of one micro-batch on one rank, and the bytes of the tensors that they decide.
 
-Standard library only.
+Some bytes are the number of an operation: its largest temporary, at the fullest moment of it.
+
+    memory at that moment = tensors kept for backward and not yet used + what a replay has rebuilt
+                            + the gradient of the residual stream + the operation's number
+
+A number counts the gradients of the operation's output and input, gathered tensors, and what its
+kernels allocate. The fullest moment of an operation is in its backward, because its forward holds
+no more. The exception is the loss in one pass, whose forward computes the gradients. Operations
+that never hold the most of their layer have the number 0: norms, dropout, rotary embedding and
+the split into heads. docs/memory.md tells how far the sum is from measured peaks. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -24,21 +34,6 @@ from megatron_lite.description.operations import (
 
 CPU_RNG_STATE, CUDA_RNG_STATE, NUM_STREAMS = 5056, 16, 2
 LARGE_BLOCK, BLOCK_UNIT = 10 * 2**20, 2 * 2**20  # of torch's CUDA allocator
-
-
-# The bytes of the tensors of a model on one rank, for one micro-batch, and collectives of them.
-#
-# A number is the largest temporary of an operation, at the fullest moment of it:
-#
-#     memory at that moment = tensors kept for backward and not yet used + what a replay has rebuilt
-#                             + the gradient of the residual stream + the operation's number
-#
-# A number counts the gradients of the operation's output and input, gathered tensors, and what its
-# kernels allocate. The fullest moment of an operation is in its backward, because its forward holds
-# no more. The exception is the loss in one pass, whose forward computes the gradients. Operations
-# that never hold the most of their layer have the number 0: norms, dropout, rotary embedding and
-# the split into heads. docs/memory.md tells how far the sum is from measured peaks. Standard
-# library only.
 
 
 @dataclass(frozen=True, kw_only=True)

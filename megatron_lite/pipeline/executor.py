@@ -8,6 +8,11 @@ at the other:
 
 Neither end keeps the hidden states. A received input lives as long as a layer keeps it, and an
 output lives until it has been sent.
+
+Computation never waits for a send, and a receive begins before its tensor is needed. Messages
+carry no name. The tensors of one process group arrive in the order in which they were sent, and
+pipeline/order.py gives both ends the same order. A group carries one direction only, so a send
+never waits behind a receive.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,14 +28,6 @@ from megatron_lite.config.stages import Stage
 from megatron_lite.parallel.collectives import WAITING, Started, Timed, not_timed
 from megatron_lite.parallel.compiled import Pair, applied
 from megatron_lite.pipeline.order import Action
-
-# Sends and receives between the stages of a pipeline.
-#
-# Computation never waits for a send, and a receive begins before its tensor is needed. Messages
-# carry no name. The tensors of one process group arrive in the order in which they were sent, and
-# pipeline/order.py gives both ends the same order. A group carries one direction only, so a send
-# never waits behind a receive.
-
 
 Direction = Literal["forward", "backward"]
 

@@ -3,6 +3,10 @@
 
 The page is one file. It shows the curves of the metrics, the run's events, and what was predicted
 and measured. docs/training-logs.md describes it. The tool needs the extra `plot`, and no torch.
+
+Other programs may have written or cut the metrics and the logs of a run, so nothing of them is
+trusted: a value that is no finite number is a gap, a line that is no row is counted, and sizes are
+bounded. Every reader takes linear time.
 """
 
 import dataclasses
@@ -27,13 +31,6 @@ from megatron_lite.data.durable_files import write_text
 from megatron_lite.pages.document import document, number, picture
 from megatron_lite.plan.hardware import load_hardware, save_hardware
 from megatron_lite.tools.command import check_ending, tool
-
-# Reads what the page of a run shows, from the metrics file and the logs of the run.
-#
-# Other programs may have written or cut these files, so nothing of them is trusted: a value that is
-# no finite number is a gap, a line that is no row is counted, and sizes are bounded. Every reader
-# takes linear time.
-
 
 MOST_BYTES, MOST_SUMMARY_BYTES = 2**28, 2**16  # of the metrics and of each log; of the summary
 LONGEST_LINE = 2**20

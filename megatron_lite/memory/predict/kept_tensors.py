@@ -5,7 +5,14 @@
 Every tensor is a storage that lives from forward to backward and is no parameter.
 memory/measure/meter.py measures the same figure, and the two are equal to the byte. The sum has
 more terms than sbh(34 + 5as/h)/t of arXiv 2205.05198, such as the statistics of norms.
-The tensors come from description/. Standard library only.
+The tensors come from description/.
+
+`replayed_calls` are the operator calls of a layer that run again in backward: FLOPs, collectives
+and the report of a plan are sums over them. A replay issues the same collectives as the forward,
+with three exceptions: the one after the last fc2 if its output is skipped; those whose results an
+`ops(...)` policy keeps; and an additional all-gather first if the unit's input was split over the
+ranks. Collectives are those of one micro-batch on one rank, without the reductions of gradients.
+Standard library only.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -23,15 +30,6 @@ from megatron_lite.description.operations import (
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
-
-# The operator calls of a layer that run again in backward, and those whose results are kept.
-#
-# FLOPs, collectives and the report of a plan are sums over `replayed_calls`.
-#
-# A replay issues the same collectives as the forward, with three exceptions: the one after the last
-# fc2 if its output is skipped; those whose results an `ops(...)` policy keeps; and an additional
-# all-gather first if the unit's input was split over the ranks. Collectives are those of one
-# micro-batch on one rank, without the reductions of gradients. Standard library only.
 
 
 def replayed_calls(

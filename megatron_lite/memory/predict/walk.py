@@ -15,6 +15,9 @@ from megatron_lite.description.operations import Operation, Parameter
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
 
+FLOAT32 = 4
+
+
 # The weights and gradients that FSDP2 holds for a time, around what the layers hold.
 #
 # A unit is one layer; the root unit is everything else. With reshard after forward:
@@ -38,10 +41,7 @@ from megatron_lite.description.transformer_layer import describe_layer
 #                reduces its gradients, before the last layer does.
 #
 # The facts are those of torch 2.13 and of parallel/fsdp.py. A tied weight that is a unit of
-# its own counts as a part of the root, which is the most that it can hold. Standard library only.
-
-
-FLOAT32 = 4
+# its own counts as a part of the root, which is the most that it can hold.
 
 
 class FsdpUnit(NamedTuple):
