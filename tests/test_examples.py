@@ -67,10 +67,6 @@ def command_of(path, *arguments, **environment):
     return shlex.split(completed.stdout)
 
 
-def policy_script(name):
-    return ROOT / "examples" / "recompute" / f"{name}.sh"
-
-
 def training_flags(command):
     script = next(index for index, word in enumerate(command) if word.endswith("pretrain_gpt.py"))
     assert Path(command[script]) == ROOT / "pretrain_gpt.py"
@@ -95,7 +91,9 @@ def test_the_program_accepts_every_flag_of_an_example_as_the_flag_it_is(path):
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_recompute_example_rebuilds_what_its_name_says_and_differs_in_nothing_else(name):
     policy, none = (
-        parse_args(training_flags(command_of(policy_script(stem)))).config
+        parse_args(
+            training_flags(command_of(ROOT / "examples" / "recompute" / f"{stem}.sh"))
+        ).config
         for stem in (name, "none")
     )
     assert policy.recompute == POLICIES[name]

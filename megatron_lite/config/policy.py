@@ -335,6 +335,7 @@ GROUPS = {
         "aten.baddbmm.default",
         "aten.linear.default",
         "aten._grouped_mm.default",
+        "megatron_lite.grouped_product.default",
     ),
     "attention": (
         "aten._flash_attention_forward.default",

@@ -28,7 +28,7 @@ from megatron_lite.description.operations import (
 )
 from megatron_lite.description.sizes import Sizes
 
-GROUPED = "aten._grouped_mm.default"
+GROUPED = "megatron_lite.grouped_product.default"
 INDEX_BYTES, COUNT_BYTES, END_BYTES = 8, 4, 4
 ROW_BYTES = 16  # of a grouped product (tensor_parallel/grouped_linear.py)
 ROUTER_BYTES = {"fp32": 4, "fp64": 8}

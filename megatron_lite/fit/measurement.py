@@ -5,8 +5,8 @@
         layers are what the actions cost and save. One such step tries several actions, on
         different layers; if that fails, one at a time.
 
-Before a step is measured it runs once, since first calls copy what they might write to. Before that
-all other actions than `full` run verified, so that replays prove themselves.
+Before a step is measured it runs twice: verified, so that replays prove themselves, and once more,
+since first calls copy what they might write to.
 """
 
 import gc
@@ -42,6 +42,7 @@ from megatron_lite.fit.step import Span, Step
 from megatron_lite.parallel.weights import bytes_of
 from megatron_lite.recompute.apply import apply_policy_, remove_policy_
 from megatron_lite.recompute.contents import tensors_of
+from megatron_lite.recompute.replay import RecomputeMismatch
 
 FULL = "full"
 CANDIDATES = ("none", "ops(matmul,attention)", "ops(matmul/2,attention)", "ops(attention)")
@@ -103,7 +104,12 @@ class Measurement:
             "optimizer states": bytes_of(states) + self._missing,
         }
         self.notes: list[str] = []
-        spans = self._measured(self._full)
+        try:
+            spans = self._measured(self._full)
+        except RecomputeMismatch as error:
+            raise ValueError(
+                f"{error}: name the lists of the others with layers_fqn, among {', '.join(lists)}"
+            ) from error
         self._notes, self._layers = self._step.sharing, [*self._step.numbers]
         if all(span.name != BACKWARD for span in spans):
             raise ValueError(
@@ -173,7 +179,7 @@ class Measurement:
     def _measured(self, actions: Mapping[nn.Module, str]) -> list[Span]:
         """Returns the parts of a step with these actions, and leaves the model without a policy."""
         try:
-            if not self._around and {*actions.values()} != {FULL}:
+            if not self._around:
                 self._apply_(actions, verify=True)
                 self._step.run()
                 remove_policy_(self.model)
@@ -191,10 +197,11 @@ class Measurement:
     def _problem(self, spans: list[Span], candidates: list[str]) -> Problem:
         by_kind: dict[Any, list[int]] = {}
         self._used = {span.layer for span in spans if span.name == BACKWARD}
+        calls = Counter(span.layer for span in spans if span.name == FORWARD)
         stages = {layer: stage_of(name) for name, layers in self._lists.items() for layer in layers}
         for number, layer in enumerate(self._layers):
             # Without a backward, what is kept is soon freed.
-            others = self._notes.forms[number], stages[layer], number in self._used
+            others = self._notes.forms[number], stages[layer], number in self._used, calls[number]
             by_kind.setdefault((kind_of(layer), *others), []).append(number)
         kinds = [*by_kind.values()]
         order = [*map([*self._full].index, self._layers)]

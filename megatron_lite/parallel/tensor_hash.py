@@ -57,10 +57,10 @@ def hash_once(tensor: Tensor, known: Hashes) -> Tensor:
     return known[key]
 
 
-def differing(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
-    """Tells for each pair of tensors whether their bits differ. Waits once for each device."""
-    hashes = read([quick_hash(each) for pair in pairs for each in pair])
-    return [one != other for one, other in zip(hashes[::2], hashes[1::2], strict=True)]
+def are_equal(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Tells whether the bits of tensors are those of others. Waits once for each device."""
+    hashes = read([*map(quick_hash, [*ones, *others])])
+    return hashes[: len(ones)] == hashes[len(ones) :]
 
 
 def read(hashes: Sequence[Tensor]) -> list[int]:

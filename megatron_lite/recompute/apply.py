@@ -376,7 +376,8 @@ def layers_of(model: nn.Module, layers_fqn: str) -> list[nn.Module]:
     """
     found: Any = dict(model.named_modules(remove_duplicate=False)).get(layers_fqn)
     is_list = isinstance(found, LISTS)
-    if not is_list or not _callable(found):
+    layers = _callable(found) if is_list else []
+    if not layers:
         kind = f"a {type(found).__name__}" + " without a module that can be called" * is_list
         outermost: list[str] = []  # and those inside a root that is one
         for name in lists_in(model):
@@ -387,7 +388,7 @@ def layers_of(model: nn.Module, layers_fqn: str) -> list[nn.Module]:
             "a policy needs a ModuleList, a ModuleDict or a Sequential of layers; its lists of "
             f"modules are {', '.join(outermost) or 'none'}"
         )
-    return [*map(_unwrapped, found.values() if isinstance(found, nn.ModuleDict) else found)]
+    return [*map(_unwrapped, layers)]
 
 
 def lists_in(model: nn.Module) -> dict[str, list[nn.Module]]:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from megatron_lite.parallel.tensor_hash import Hashes, differing, hash_once, quick_hash
+from megatron_lite.parallel.tensor_hash import Hashes, are_equal, hash_once, quick_hash
 from megatron_lite.parallel.torch_internals import address_of, tree_flatten_with_path
 from megatron_lite.recompute.call_arguments import argument_name
 from megatron_lite.recompute.contents import Contents, sharded, tensors_of, unobserved
@@ -252,9 +252,9 @@ class Witness:
         self._chosen[number] = kept
         other = self._replay.gradients(results, self._layer)
         self._chosen.clear()
-        if any(differing(list(zip(first, again, strict=True)))):  # no two are equal on this device
+        if not are_equal(first, again):  # no two are equal on this device
             return not all(map(_is_near, first, other))
-        return any(differing(list(zip(first, other, strict=True))))
+        return not are_equal(first, other)
 
     def _rounds(self, others: list[str], saved: dict[int, str]) -> bool:
         """Tells whether results alone differ, by rounding. Warns with the name of the operator."""

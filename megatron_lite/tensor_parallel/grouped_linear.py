@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_lite.parallel.collectives import results_may_be_kept
 from megatron_lite.parallel.compiled import Gradients, Pair, applied
 from megatron_lite.parallel.torch_internals import disable_current_modes, grouped_product, is_fake
 from megatron_lite.parallel.weight_gradient import in_autocast_dtype
@@ -65,7 +66,8 @@ class GroupedLinear(nn.Module):
         adds_bias = self._adds_bias
 
         def forward(rows: Tensor, weight: Tensor, ends: Tensor, *of_bias: Any) -> Tensor:
-            product = products(rows, weight.transpose(1, 2), ends)
+            multiply = _OPERATORS.grouped_product if results_may_be_kept() else products
+            product = multiply(rows, weight.transpose(1, 2), ends)
             if not (of_bias and adds_bias):
                 return product
             bias, factors = of_bias
@@ -113,6 +115,13 @@ def products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         return grouped_product(rows, matrices, offs=ends)
     parts = zip(rows.tensor_split(ends[:-1].long().cpu()), matrices, strict=True)
     return torch.cat([part @ matrix for part, matrix in parts])
+
+
+# As one operator, a policy keeps the same results whether or not torch has its product here.
+_LIBRARY = torch.library.Library("megatron_lite", "FRAGMENT")
+_LIBRARY.define("grouped_product(Tensor rows, Tensor matrices, Tensor ends) -> Tensor")
+_LIBRARY.impl("grouped_product", products, "CompositeExplicitAutograd")
+_OPERATORS = torch.ops.megatron_lite
 
 
 def outer_products(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:

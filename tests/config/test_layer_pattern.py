@@ -11,16 +11,6 @@ from tests.support.models import tiny_config
 ROPE = {"position_embedding_type": "rope"}
 
 
-def windowed(config):
-    """1 for each layer with a window."""
-    return [int(config.layer_window(layer) is not None) for layer in range(config.num_layers)]
-
-
-def unrotated(config):
-    """1 for each layer without rotary embedding."""
-    return [int(not config.layer_rotates(layer)) for layer in range(config.num_layers)]
-
-
 # --- which layers ---
 
 
@@ -54,7 +44,8 @@ def test_the_layers_are_those_of_megatron_core():
                 ours = tiny_config(
                     num_layers=num_layers, window_size=(3, 0), window_attn_skip_freq=pattern
                 )
-                assert windowed(ours) == found, pattern
+                windows = [ours.layer_window(each) is not None for each in range(num_layers)]
+                assert windows == found, pattern
         divisors = [number for number in numbers if number > 1 and num_layers % number == 0]
         for pattern in [*divisors, *(each for each in lists if 0 in each)]:
             config = TransformerConfig(
@@ -64,7 +55,8 @@ def test_the_layers_are_those_of_megatron_core():
                 no_rope_freq=theirs(pattern),
             )
             ours = tiny_config(num_layers=num_layers, **ROPE, no_rope_freq=pattern)
-            assert unrotated(ours) == config.no_rope_freq, pattern
+            unrotated = [not ours.layer_rotates(each) for each in range(num_layers)]
+            assert unrotated == config.no_rope_freq, pattern
 
 
 # --- the text ---

@@ -42,10 +42,6 @@ class Payload:
         return os.mkdir, (self.mark,)
 
 
-def as_pickle(mark):
-    return pickle.dumps(Payload(mark))
-
-
 def as_torch_file(mark):
     buffer = io.BytesIO()
     torch.save({"weight": Payload(mark)}, buffer)
@@ -58,7 +54,7 @@ def as_numpy_file(mark):
     return buffer.getvalue()
 
 
-FORMS = (as_pickle, as_torch_file, as_numpy_file)
+FORMS = (lambda mark: pickle.dumps(Payload(mark)), as_torch_file, as_numpy_file)
 SAMPLE = "--load {} --prompt 1 --distributed-backend gloo --max-new-tokens 1"
 
 

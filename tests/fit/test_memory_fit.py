@@ -71,6 +71,10 @@ class Model(nn.Module):
                     hidden = block[1](hidden) + hidden.square()
                 else:
                     hidden = block(hidden)
+        return self.loss(hidden, ids)
+
+    def loss(self, hidden, ids):
+        """Returns that of these hidden states."""
         return cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
 
 
@@ -92,7 +96,7 @@ class Read(Model):
             hidden = block(hidden)
             states.append(hidden)
             if self.way == "losses" or number == 5:
-                losses.append(cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten()))
+                losses.append(self.loss(hidden, ids))
             if self.way == "between":
                 hidden = self.between(hidden)
         return sum(losses)
@@ -116,8 +120,7 @@ class Selecting(Model):
             hidden = block(hidden)
         if self.releases:
             states = []
-        loss = cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
-        return SimpleNamespace(loss=loss, states=states)
+        return SimpleNamespace(loss=self.loss(hidden, ids), states=states)
 
 
 class Counting(Block):
@@ -280,10 +283,6 @@ def with_a_forward_without_gradients(model, is_first):
     losses[is_first].backward()
 
 
-def without_its_output(model):
-    model(ids()).loss.backward()
-
-
 def released_before_the_loss(model):
     model.releases = True
     model(ids()).loss.backward()
@@ -292,10 +291,6 @@ def released_before_the_loss(model):
 def with_its_output(model):
     output = model(ids())
     output.loss.backward()
-
-
-def two_forwards(model):
-    (model(ids(2, 40)) * model(ids(2, 60))).backward()
 
 
 def two_texts(model):
@@ -323,14 +318,19 @@ def unequal_batches(model):
         (accumulated_in_bf16, frozen, 0.1),
         *(
             (step, lambda: Selecting([64] * 4, [64] * 2), 0.01)
-            for step in (without_its_output, with_its_output, released_before_the_loss)
+            for step in (
+                lambda model: model(ids()).loss.backward(),
+                with_its_output,
+                released_before_the_loss,
+            )
         ),
         *(
             (step, lambda: Model([64] * 4), 0.01)
             for step in (
                 partial(with_a_forward_without_gradients, is_first=True),
                 partial(with_a_forward_without_gradients, is_first=False),
-                *(two_forwards, two_backwards, unequal_batches),
+                lambda model: (model(ids(2, 40)) * model(ids(2, 60))).backward(),
+                *(two_backwards, unequal_batches),
             )
         ),
     ],
@@ -505,8 +505,10 @@ def compiled():
     return model
 
 
-def in_a_compiler(model):
-    torch.compile(model, backend="eager")(ids()).backward()
+def counts():
+    model, calls = Model([64] * 3), itertools.count(1)
+    model.part0[1].norm.register_forward_hook(lambda *args: args[2] * next(calls))
+    return model
 
 
 def lazy():
@@ -529,10 +531,15 @@ def checkpointed():
         (None, dict(step=lambda model: model(ids())), "the step runs no backward through part0"),
         (None, dict(step=lambda model: updates(model)()), r"the step runs SGD.step\(\)"),
         (None, dict(step=writes), "wrote to the parameter part0.0.norm.bias"),
+        (counts, {}, "part0.1, .* differs .* with layers_fqn, among part0"),
         (None, dict(optimizer=lambda groups: 1 / 0), "division by zero"),
         (lambda: nn.Linear(2, 2), {}, "Linear has no list in which a layer is repeated"),
         (compiled, {}, "torch.compile is around part0.0"),
-        (None, dict(step=in_a_compiler), "torch.compile is around the model"),
+        (
+            None,
+            dict(step=lambda model: torch.compile(model, backend="eager")(ids()).backward()),
+            "torch.compile is around the model",
+        ),
         (checkpointed, {}, "gradient_checkpointing_disable"),
         (lazy, {}, "1 is lazy: run the model once"),
     ],
@@ -609,7 +616,7 @@ def fail_on_rank(rank, world_size, kind, call):
     [
         (torch.OutOfMemoryError, 1, "OutOfMemoryError: {}too much"),
         (KeyError, 2, "{}too much"),
-        (RuntimeError, 5, "{{'part0': '"),  # an action is left out
+        (RuntimeError, 6, "{{'part0': '"),  # an action is left out
     ],
 )
 def test_ranks_agree_on_an_error_of_one(kind, call, text):

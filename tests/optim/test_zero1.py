@@ -34,10 +34,6 @@ class LateGather(NamedTuple):
         return start_all_gather_into_(*self).wait()
 
 
-def gather_late(monkeypatch):
-    monkeypatch.setattr(layouts, "start_all_gather_into_", LateGather)
-
-
 @pytest.mark.runs(ci=4)
 @pytest.mark.parametrize(
     ("name", "chunk_size"), [("gpt2", None), ("gpt2", 7), ("llama", None), ("llama", 7)]
@@ -48,7 +44,7 @@ def test_every_weight_is_waited_for_before_it_is_used(name, chunk_size, monkeypa
     def work(parallel):
         options = dict(steps=2, rate=0.1, dtype=torch.float32, loss_chunk_size=chunk_size)
         expected = train(name, parallel, LAYOUTS["replicated"], **options)
-        gather_late(monkeypatch)
+        monkeypatch.setattr(layouts, "start_all_gather_into_", LateGather)
         return differing(expected, train(name, parallel, BUCKETS, **options))
 
     assert on_ranks(work, 2, detail=False) == [[], []]

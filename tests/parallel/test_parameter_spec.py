@@ -32,18 +32,14 @@ def brute_force_shards(length, blocks, extra, tp_size):
     ]
 
 
-def spec_for(length, blocks, extra):
-    return ParameterSpec(
+@in_one_test("length, blocks, extra, tp_size", CASES)
+def test_spans_say_where_each_row_stands(length, blocks, extra, tp_size):
+    spec = ParameterSpec(
         global_shape=(3, length, 2),
         tp_dim=1,
         tp_blocks=blocks,
         padded_length=length + extra if extra else None,
     )
-
-
-@in_one_test("length, blocks, extra, tp_size", CASES)
-def test_spans_say_where_each_row_stands(length, blocks, extra, tp_size):
-    spec = spec_for(length, blocks, extra)
     for rank, expected in enumerate(brute_force_shards(length, blocks, extra, tp_size)):
         assert spec.local_shape(tp_size) == (3, len(expected), 2)
         rows = np.full(len(expected), PADDING)

@@ -61,8 +61,11 @@ GPT2 = "transformer.h"
         (GPT2, "*:mlp", "mlp names regions, and this model's layers have none"),
         (GPT2, "*:full/2", "one by one"),
         (GPT2, "*:full@split", "as DTensors"),
-        (GPT2, "9:full", "policy for transformer.h: "),
-        (GPT2, "9:full", "layer 9 does not exist"),
+        (
+            GPT2,
+            "9:full",
+            "policy for transformer.h: the rule 9:full never applies: layer 9 does not exist",
+        ),
         (GPT2, "stage3/0:full", "stage 3 does not exist"),
         (GPT2, "every-9+8:full", "does not exist"),
         (GPT2, "*:full; 0:none", "never applies"),
@@ -72,6 +75,7 @@ GPT2 = "transformer.h"
 )
 def test_what_cannot_be_done_is_one_error_and_the_model_is_as_it_was(fqn, text, message):
     model = FAMILIES["GPT-2"].build()
+    model.transformer.h.append(None)  # which is no layer
     model.outer = nn.ModuleList([nn.ModuleList(model.transformer.h)])
     with pytest.raises(ValueError) as raised:
         apply_policy_(model, layers_fqn=fqn, policy=text)

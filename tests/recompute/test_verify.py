@@ -44,10 +44,6 @@ def refused(rng, function, message, place="layer 4, mlp", size=3):
         output.sum().backward()
 
 
-def scale_(parameter):
-    parameter.data.mul_(1.5)  # torch's own check of versions does not see it
-
-
 REBUILT = "a replay is not what its forward was at "
 HIDDEN, HEADS = [12, 3, 32], [12, 3, 24]
 
@@ -82,7 +78,7 @@ def test_a_weight_changed_after_forward_is_found_at_the_first_region_that_reads_
 ):
     model = gpt(policy)
     parameter = dict(model.named_parameters())[weight]
-    assert mismatch(model, lambda: scale_(parameter)).startswith(REBUILT + message)
+    assert mismatch(model, lambda: parameter.data.mul_(1.5)).startswith(REBUILT + message)
 
 
 def test_a_mask_redrawn_from_other_numbers_is_found(monkeypatch):

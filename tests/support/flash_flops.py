@@ -31,4 +31,5 @@ FORMULAS = {
     CPU_FLASH: _flash,
     CPU_FLASH_BACKWARD: _flash_backward,
     torch.ops.aten._grouped_mm: _grouped,
+    torch.ops.megatron_lite.grouped_product: _grouped,
 }

@@ -162,6 +162,7 @@ def test_every_layout_trains_as_one_process_does(layout, tmp_path):
 @pytest.mark.parametrize(
     ("action", "layout"),
     [
+        ("ops(matmul/2)", ""),
         # only a replay of the router keeps its choice on the device
         ("shared_experts@host", ""),
         ("moe+shared_experts@host", ""),
@@ -173,7 +174,9 @@ def test_every_layout_trains_as_one_process_does(layout, tmp_path):
 )
 def test_a_policy_keeps_what_is_predicted_given_the_rows(action, layout, tmp_path):
     metrics = tmp_path / "run.jsonl"
-    train(layout, metrics, until=1, recompute_policy=f"*:{action}")
+    # rows that torch's grouped product refuses
+    odd = dict(moe_ffn_hidden_size=62, bf16=True) if "/2" in action else {}
+    train(layout, metrics, until=1, recompute_policy=f"*:{action}", **odd)
     assert outcome(metrics)
 
 
