@@ -27,8 +27,6 @@ A part is the keys and values of one rank, [2, n, b, g, d] with n = s/c.
     allgather                c - 1 parts        2 (c - 1) parts
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch

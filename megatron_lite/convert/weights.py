@@ -5,8 +5,6 @@ reads (tools/convert.py). The tensors in between have the names, the layout and 
 of this project, so that each format needs one mapping, not one for every other format.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping

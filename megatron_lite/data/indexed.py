@@ -13,8 +13,6 @@ at that point, rather than garbage tokens later. gpt_dataset.py builds samples f
 writes such a pair whole or not at all.
 """
 
-from __future__ import annotations
-
 import bisect
 import fcntl
 import functools

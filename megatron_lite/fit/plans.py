@@ -16,8 +16,6 @@ of such a step layers wait that the search has not reached yet. Its peak is carr
 with what these layers keep.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

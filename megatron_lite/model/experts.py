@@ -14,8 +14,6 @@ its part of each expert's channels, and the partial sums are scattered again. Ex
 hold different experts: see dispatch.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

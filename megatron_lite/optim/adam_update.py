@@ -5,8 +5,6 @@ waits for the device, unless a piece is on the host. If `skipped` is 1, a step c
 does not count.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache, partial
 from itertools import groupby

@@ -20,8 +20,6 @@ All sums commute. Without overlap gradients are summed over TP first and then ov
 ranks. With overlap the order is the other way round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 

@@ -26,8 +26,6 @@ With `--overlap-param-gather` the gathers run during the next forward, in the or
 The forward of each module first waits for the buckets that hold its own parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple

@@ -8,8 +8,6 @@ either, if the run looks for spikes (loss_scale.py). The layout decides what a p
 collectives run: see layouts.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

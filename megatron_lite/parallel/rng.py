@@ -11,8 +11,6 @@ The stored state of a stream is always up to date: a fork first stores the state
 it leaves. A fork inside a fork of the same name continues the stream and never repeats numbers.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -17,8 +17,6 @@ only at those that cost little more than the cheapest, and at more if they do no
 each. Bytes come from memory/predict/, for a stage of one layer; seconds come from the time model.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import math

@@ -7,8 +7,6 @@ of work.py say what an operation computes, moves and launches, stage_time.py add
 stage, and pipeline_time.py runs the order of micro-batches. Standard library only.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -11,8 +11,6 @@ still reads a prefix that the cache holds. A cache whose tensors the layer write
 refused, like any argument that cannot be restored (call_arguments.py).
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections import UserDict

@@ -13,8 +13,6 @@ save_for_backward, so saved-tensor hooks that count or move saved tensors also s
 `Record` compares the units and regions of our own GPT with their forwards (`--recompute-verify`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

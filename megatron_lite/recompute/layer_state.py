@@ -12,8 +12,6 @@ Two things are not covered: objects whose state is no attribute, and tensors tha
 without owning them. witness.py finds them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy

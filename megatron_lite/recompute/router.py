@@ -10,8 +10,6 @@ forward calls `torch.topk` or `Tensor.topk`; a layer that calls neither pays not
 A call inside a compiled function is not seen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any

@@ -5,8 +5,6 @@ exchange to the pair that was in force before. So hooks that discard outputs, ho
 tensors and hooks that count bytes all see the same forward.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

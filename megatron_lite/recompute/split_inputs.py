@@ -6,8 +6,6 @@ is that of the layer's weights: DTensors of torch's `parallelize_module` or of `
 transformers. Hidden states that are divided already (sequence parallelism) are kept as they are.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

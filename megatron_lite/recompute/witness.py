@@ -17,8 +17,6 @@ its gradients twice, with these bits and with its own. If they agree, backward n
 difference.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -15,8 +15,6 @@ A linear layer has three matmuls; two passes have a fourth, for the logits in ba
 tokens, so one pass needs the incoming gradient of each token's loss in forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
