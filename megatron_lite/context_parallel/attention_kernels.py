@@ -86,6 +86,7 @@ class CuSeqlens(NamedTuple):
             ]
             for one, part in zip(whole, found, strict=True):
                 one[rows] = part
+            del found, part  # before the next document has its own
         return whole
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from megatron_lite.config.model import ACTIVATIONS
 from megatron_lite.config.regions import MOE, MOE_ACTIVATION, SHARED_EXPERTS
-from megatron_lite.description.linears import dense_mlp
+from megatron_lite.description.linears import dense_mlp, eager_activation
 from megatron_lite.description.operations import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -148,7 +148,7 @@ def expert_operations(of: Sizes, normed: KeptTensor, layer: int) -> Iterator[Ope
         (intermediate, row_weights),
         (activated.name,),
         moved=Moved((forward + 2) * activated.num_bytes, (backward + 4) * activated.num_bytes),
-        temporary=intermediate.num_bytes + 4 * activated.num_bytes,
+        temporary=_activation_temporary(of, intermediate.num_bytes, activated.num_bytes, score),
     )
     yield _grouped(
         of,
@@ -266,6 +266,16 @@ def _shared_expert(of: Sizes, normed: KeptTensor) -> Iterator[Operation]:
         yield Operation("shared_product", "mlp.shared_experts", (output,), regions, moved=moved)
 
 
+def _activation_temporary(of: Sizes, inside: int, output: int, score: int) -> int:
+    """Returns the number of the experts' activation, which is not compiled. inside, output: the
+    bytes of its input and output. score: those of the weight of a row."""
+    # Backward holds the gradient, its product with the weights of the rows, and a cast: of the
+    # product, or for it on a CPU.
+    product = output // of.element_bytes * max(score, of.element_bytes)
+    cast = product if of.device == "cpu" else output
+    return output + max(eager_activation(of, inside, output), product + cast)
+
+
 def _grouped(
     of: Sizes,
     own: int,
@@ -281,6 +291,8 @@ def _grouped(
     """Returns a linear layer of all experts, of which the rank has so many of its own."""
     weight = Parameter("weight", (own, matmul.n, matmul.k), of_experts=True)
     gradient = weight.num_elements * of.element_bytes
+    # Autograd gets the gradient, and casts it when the backward of the product has ended.
+    cast = weight.num_elements * of.accumulate_bytes * (of.sums_gradients and of.casts_gradients)
     inputs = matmul.m * matmul.k * of.element_bytes
     bias, product = [], output
     rebuilds: tuple[Matmul, ...] = ()
@@ -302,5 +314,5 @@ def _grouped(
         rebuilds=rebuilds,
         parameters=(weight, *bias),
         moved=moved,
-        temporary=output.num_bytes * (1 + len(bias)) + inputs + gradient,
+        temporary=max(output.num_bytes * (1 + len(bias)), cast) + inputs + gradient,
     )

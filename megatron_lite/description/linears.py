@@ -190,13 +190,19 @@ def dense_mlp(
 
 def _activation_temporary(of: Sizes, inside: int, output: int) -> int:
     """Returns the number of an MLP's activation. inside, output: the bytes of input and output."""
+    if not of.compiled:
+        return eager_activation(of, inside, output)
+    # One kernel, which has no tensor inside. The compiler for a CPU keeps a sigmoid that two halves
+    # of a result need, in float32.
+    gated_on_cpu = of.model.fc1_blocks == 2 and of.device == "cpu"
+    return inside + output + of.wide(output) * gated_on_cpu
+
+
+def eager_activation(of: Sizes, inside: int, output: int) -> int:
+    """Returns the number of an activation of torch's operators, from the bytes of its input and its
+    output."""
     model = of.model
-    if of.compiled:
-        # One kernel, which has no tensor inside. The compiler for a CPU keeps a sigmoid that two
-        # halves of a result need, in float32.
-        if model.fc1_blocks == 2 and of.device == "cpu":
-            inside += of.wide(output)
-    elif model.activation == "gelu" and model.bias_gelu_fusion and of.device == "cpu":
+    if model.activation == "gelu" and model.bias_gelu_fusion and of.device == "cpu":
         # The forward computes in float32: a 16-bit input and the result are cast.
         inside = max(inside, 2 * of.wide(output) * of.is_rounded)
     elif model.fc1_blocks == 2:

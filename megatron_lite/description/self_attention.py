@@ -277,7 +277,17 @@ def _unfused_temporary(of: Sizes, scores: int, softmax: int) -> int:
     freed = scores if softmax != scores or of.model.attention_dropout else 0
     whole = ranks * _sent(of)
     exchange = whole + of.gloo_copy(whole) if ranks > 1 else 0
+    # Forward holds the scores until it ends, the mask, and what dropout draws. On a CPU dropout
+    # has its mask in the dtype of the scores as well.
+    mask = of.own_seq_length * of.seq_length * of.element_bytes
+    if of.resets_attention and of.micro_batch_size > 1:
+        mask = scores
+    drawn = cast = 0
+    if of.model.attention_dropout:
+        drawn, cast = 2 * scores // of.element_bytes, scores * (of.device == "cpu")
     return max(
+        scores + mask + drawn + cast,
+        repeated + scores + cast,
         query + scores + repeated,
         repeated + 2 * softmax - freed,
         2 * query + 3 * repeated + exchange + scores - freed,

@@ -188,13 +188,9 @@ def begun(tmp_path):
     return tmp_path, data
 
 
-def other_tokens(folder):
-    """As many documents of the same lengths."""
-    return dict(data_path=(str(folder / "a"), write(folder / "b", 3)))
-
-
 CHANGES = {
-    "tokens": (other_tokens, "files"),
+    # as many documents of the same lengths
+    "tokens": (lambda folder: dict(data_path=(str(folder / "a"), write(folder / "b", 3))), "files"),
     "more documents": (
         lambda folder: dict(data_path=(str(folder / "a"), write(folder / "b", 2, 41))),
         "files",

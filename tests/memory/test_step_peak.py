@@ -14,6 +14,8 @@ from tests.memory.peak_cases import (
     CASES,
     CHUNKS,
     CP,
+    DROPOUT,
+    FEW_TOKENS,
     FSDP,
     LLAMA,
     OWN_UNITS,
@@ -35,6 +37,7 @@ from tests.support.torch_features import NEEDS_GRAD_DTYPE
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
 CAPS = "--attn-logit-softcapping 20 --final-logit-softcapping 10"
 NO_RESHARD = "--torch-fsdp2-no-reshard-after-forward"
+LONG = "--seq-length 256 --max-position-embeddings 256"
 DEEP = f"{PP} {FSDP} --num-layers 8 --vocab-size 255"
 # (ranks, flags, policies)
 EVERY = (
@@ -65,9 +68,13 @@ CASES_HERE = (
     Case("mlp/8, llama, bf16", f"{CHUNKS} {LLAMA} --bf16 {policy('*:mlp/8')}"),
     Case("TP 2, full+mlp/4", f"{TP} {SEQUENCE} {CHUNKS} {policy('*:full+mlp/4')}", 2),
     Case("FSDP 2, full/2+mlp/4", f"{FSDP} {CHUNKS} {policy('*:full/2+mlp/4')}", 2),
-    Case("caps, llama", f"{SMALL} {LLAMA} {CAPS} --seq-length 256 --max-position-embeddings 256"),
+    Case("caps, llama", f"{SMALL} {LLAMA} {CAPS} {LONG}"),
     Case("caps, bf16", f"{CAPS} --bf16 --vocab-size 4001"),
-    Case("documents", f"{DOCUMENTS} --attention-backend unfused"),
+    Case("documents", f"{SMALL} {LONG} {DOCUMENTS} {DROPOUT} --bf16 --num-attention-heads 8"),
+    Case(
+        "experts",
+        f"{FEW_TOKENS} --num-experts 4 --moe-ffn-hidden-size 512 --bf16 --swiglu --optimizer sgd",
+    ),
     Case("documents, windows", f"{DOCUMENTS} --window-size 32,0"),
     Case("CP 2, heads exchanged", f"{CP} {SMALL} --cp-comm-type a2a {policy('*:full/1')}", 2),
     Case("CP 2, in two ways", f"{CP} {SMALL} --cp-comm-type a2a p2p a2a p2p", 2),
@@ -102,7 +109,8 @@ def random_case(seed):
         layout,
         draw.choice(("", LLAMA, f"{LLAMA} --qk-layernorm")),
         draw.choice(("", "--bf16")),
-        draw.choice(("", "", "--hidden-dropout 0.1")),
+        draw.choice(("", DROPOUT)),
+        draw.choice(("", "--num-experts 4 --moe-layer-freq 2")),
         draw.choice(("", "", "--attention-backend unfused")),
         draw.choice(("", f"{CHUNKS}")),
         policy(draw.choice(policies)),
@@ -120,7 +128,7 @@ def test_the_peak_of_a_random_step_is_predicted_within_five_per_cent(seed):
 @pytest.mark.parametrize("ops", ["matmul", "matmul/2"])
 def test_a_layer_holds_its_kept_results_until_its_backward_ends(ops):
     # Attention's backward is the peak, after that of the linear layers whose results are kept.
-    flags = "--seq-length 256 --max-position-embeddings 256 --vocab-size 255"
+    flags = f"{SMALL} {LONG}"
     chosen = f"--attention-backend unfused --recompute-policy *:ops({ops})"
     (row,) = rows(Case(ops, f"{flags} --loss-chunk-size 64 {chosen}"))
     assert row.moment.startswith("backward of core_attention")

@@ -39,16 +39,13 @@ def documents_of(samples):
     found = []
     for sample in samples.tolist():
         ends = [place for place, token in enumerate(sample[:-1]) if token == EOD]
-        found += _between([0, *(place + 1 for place in ends), len(sample) - 1], sample)
+        starts = [0, *(place + 1 for place in ends), len(sample) - 1]
+        found += [
+            torch.tensor([sample[start : stop + 1]])
+            for start, stop in itertools.pairwise(starts)
+            if start < stop
+        ]
     return found
-
-
-def _between(starts, sample):
-    return [
-        torch.tensor([sample[start : stop + 1]])
-        for start, stop in itertools.pairwise(starts)
-        if start < stop
-    ]
 
 
 def attended_alone(query, key, value, grad, bounds, *, reach, scale):

@@ -6,6 +6,8 @@ torch's own formulas refuse grouped heads in some releases.
 
 import torch
 
+import megatron_lite.tensor_parallel.grouped_linear  # noqa: F401
+
 CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
