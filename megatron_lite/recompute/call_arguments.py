@@ -19,7 +19,7 @@ from megatron_lite.parallel.torch_internals import (
     tree_path_text,
     tree_unflatten,
 )
-from megatron_lite.recompute.contents import FUNCTIONS, Contents
+from megatron_lite.recompute.contents import FUNCTIONS, Contents, behind
 from megatron_lite.recompute.replay import replay_inputs
 from megatron_lite.recompute.saved import Args, Handle, Kwargs, saved_value
 
@@ -55,7 +55,7 @@ class Arguments:
         self._names: list[str] = []
         for place, (path, value) in enumerate(found):
             name = argument_name(path)
-            if isinstance(value, kinds):
+            if isinstance(value, kinds) or behind(value) is not value:
                 self.holders[name] = value
             elif not isinstance(value, Tensor):
                 self._others.add(str(place), value)

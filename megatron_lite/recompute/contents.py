@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import types
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.parallel.tensor_hash import Hashes, hash_once, read
+from megatron_lite.parallel.tensor_hash import Hashes, hash_once, quick_hash, read
 from megatron_lite.parallel.torch_internals import (
     disable_current_modes,
     tree_leaves,
@@ -77,10 +78,20 @@ def unobserved() -> Iterator[None]:
         yield
 
 
-def hash_last(tensors: list[Tensor], known: Hashes) -> list[Tensor]:
-    """Returns the hashes of the four tensors that a replay saved last, when it might stop."""
+def behind(value: Any) -> Any:
+    """Returns what a weak reference refers to, and the object of a method of C, such as the list of
+    `aux.append`; of all else the value itself."""
+    if isinstance(value, weakref.ref):
+        return value()
+    is_bound = type(value) is types.BuiltinMethodType and isinstance(value.__self__, CONTAINERS)
+    return value.__self__ if is_bound else value
+
+
+def hash_last(tensors: list[Tensor], known: Hashes, weights: list[Tensor]) -> list[Tensor]:
+    """Returns the hashes of the four tensors that a replay saved last, when it might stop, and of
+    the weights."""
     with unobserved():
-        return [hash_once(each, known) for each in tensors[-4:]]
+        return [*[hash_once(each, known) for each in tensors[-4:]], *map(quick_hash, weights)]
 
 
 @dataclass(frozen=True)
@@ -220,6 +231,7 @@ class Contents:
 
     def add(self, name: str, value: Any, owner: str = "") -> None:
         """Adds a value and all that it holds."""
+        value = behind(value)
         if isinstance(value, self._constant) or id(value) in self._known:
             return
         self._known.add(id(value))

@@ -140,6 +140,8 @@ class KeptResults:
         for argument in schema_of(operator).arguments:
             if argument.alias_info and argument.alias_info.is_write:
                 for tensor in tensors_of(given.get(argument.name)):
+                    if tensor.layout != torch.strided:
+                        continue
                     result = self._storages.get(address_of(tensor.untyped_storage()))
                     if not result:
                         continue

@@ -154,7 +154,7 @@ class Witness:
         for number, (tensor, version, *_) in enumerate(self._saved):
             if version_of(tensor) != version:
                 self.rewritten.add(number)
-            if number in self.guard.doubts:
+            if number in self.guard.doubts | self.guard.harmless:
                 self._doubtful[number] = tensor
         self._saved, self.known = [], {}
         # Outputs are kept only where kernels may round differently. The next layer keeps them, too.
@@ -221,7 +221,7 @@ class Witness:
             if not chose and self._rounds(others, saved):
                 return
             self._refuse(described(places), bool(chose))
-        for number in sorted(saved.keys() - self.guard.harmless):
+        for number in sorted(saved):
             if number not in self._doubtful:
                 self.guard.doubts.add(number)
             elif self._reads(number, rebuilt[number]):
@@ -229,7 +229,7 @@ class Witness:
             else:
                 self.guard.harmless.add(number)
                 self.guard.doubts.discard(number)
-        agreeing = self._doubtful.keys() - saved.keys()
+        agreeing = self._doubtful.keys() - saved.keys() - self.guard.harmless
         self.guard.doubts -= agreeing
         for number in sorted(agreeing):
             warnings.warn(

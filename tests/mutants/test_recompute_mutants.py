@@ -73,7 +73,6 @@ def parts_are_gathered_in_the_wrong_order(whole_input, ctx, shard):
 SAME_NUMBERS = test_checkpoint.test_every_backward_sees_the_numbers_of_the_forward
 BETWEEN = test_runner.test_what_runs_between_forward_and_backward_changes_nothing
 UNITS = dict(recompute=test_runner.UNITS_OF_TWO)
-LEFT_ALONE = test_split.test_the_callers_tensor_is_left_alone
 SPLIT = test_split.test_inputs_are_gathered_one_ahead_of_the_replay
 
 

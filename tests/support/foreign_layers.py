@@ -249,11 +249,6 @@ def remembering(chain, layer, x):
     return layer(x, chain.memory)
 
 
-def writing_output(chain, layer, x):
-    """Writes into the layer's output."""
-    return layer(x).add_(chain.side(x))
-
-
 def writing_input(chain, layer, x):
     """Writes into the layer's argument after the call.
 
@@ -395,7 +390,9 @@ LAYERS = {
         WritesArgument, frozen_embedding=True, may_refuse=True
     ),
     "a frozen embedding": chain(Block, frozen_embedding=True),
-    "the output written by the caller": chain(Block, writing_output),
+    "the output written by the caller": chain(
+        Block, lambda chain, layer, x: layer(x).add_(chain.side(x))
+    ),
     "the input written by the caller afterwards": chain(Adding, writing_input, may_refuse=True),
     "each layer called twice": chain(Block, twice),
     "a call without gradients before": chain(Block, partly_without_gradients),

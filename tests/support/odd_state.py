@@ -382,6 +382,15 @@ class RRelu(Block):
         return F.rrelu(self.body(hidden), training=True)
 
 
+class Quantizes(Block):
+    def forward(self, hidden):
+        weight = self.first.weight
+        before, weight.data = weight.data, weight.data.sign()
+        hidden = hidden + self.first(hidden)[:, :6]
+        weight.data = before
+        return hidden
+
+
 class RReluBeforeSum(Block):
     def forward(self, hidden):
         return hidden + F.rrelu(self.first(hidden), training=True)[:, :6]
@@ -422,12 +431,6 @@ def later(loss):
 
 def hook(model):
     return model.layers[1].first.register_forward_hook(doubled)
-
-
-def hook_on_all(model):
-    return nn.modules.module.register_module_forward_hook(
-        lambda module, args, output: 2 * output if isinstance(module, nn.Dropout) else None
-    )
 
 
 @contextmanager
@@ -639,7 +642,7 @@ class CountsEverywhere(Block):
         self.bytes, self.floats = bytearray(2), array("d", [0.0])
         self.count, self.total = partial(count, [0]), MethodType(total, Collector())
         self.cells = [CellType([0]) for _ in range(4)]
-        self.items, self.late = Items(calls=0), Collector()
+        self.items, self.late, self.append = Items(calls=0), Collector(), [].append
         self.rows = deque(Collector() for _ in range(2))
         self.sums = Sums(torch.zeros(1), partial(torch.Tensor.add_, torch.zeros(1), 1))
 
@@ -649,6 +652,7 @@ class CountsEverywhere(Block):
         hidden = hidden * sum(each.cell_contents[0] % 3 for each in self.cells)
         self.bytes[0] += 1
         self.floats[0] += 1
+        self.append(1)
         self.items["calls"] += 1
         self.rows.rotate()
         self.rows[0].total += 1
@@ -656,7 +660,13 @@ class CountsEverywhere(Block):
         hidden = hidden * (1 + self.sums.mean.add_(self.rows[0].total) % 7 + self.sums.add() % 3)
         hidden = hidden * (1 + self.late.total + self.items.calls % 2)
         counts = self.slots.next() % 5 + self.count() % 5 + self.total() % 3 + self.floats[0] % 2
-        factor = 1 + counts + self.bytes[0] % 3 + len(str(self.path)) + hash(self.path) % 3
+        factor = (
+            len(self.append.__self__)
+            + counts
+            + self.bytes[0] % 3
+            + len(str(self.path))
+            + hash(self.path) % 3
+        )
         return self.body(hidden * factor / self.slots.cache)
 
 
@@ -744,7 +754,14 @@ CONTEXTS = {
     "a mode on torch's functions": case(Block, around(lambda model: Doubles())),
     "the same, from the third call on": case(Block, later(around(lambda model: Doubles()))),
     "a hook on an inner module": case(Block, around(hook)),
-    "a hook on all modules": case(Block, around(hook_on_all)),
+    "a hook on all modules": case(
+        Block,
+        around(
+            lambda model: nn.modules.module.register_module_forward_hook(
+                lambda module, args, output: 2 * output if isinstance(module, nn.Dropout) else None
+            )
+        ),
+    ),
     "another inner forward": case(Block, around(replaced)),
     "the default dtype": case(MakesTensors, around(default_dtype)),
     "a context variable of a library": case(ReadsContext, around(variable)),
@@ -752,6 +769,7 @@ CONTEXTS = {
 }
 # These have no row on the page.
 UNLISTED = {
+    "a weight that is another for one matmul": case(Quantizes),
     "objects with slots, that move or change late, arrays, functions": case(CountsEverywhere),
     "scripted functions and frozen traces": case(Scripted),
     "a product, which the next layer writes to": case(WritesProduct),
