@@ -19,7 +19,6 @@ import torch
 
 import arguments
 from megatron_lite.cli import flags
-from tests.support.huge_pages import use_huge_pages
 from tests.support.pairs import FULL_GRIDS
 from tests.support.ranks import IS_LONG
 
@@ -94,13 +93,9 @@ def pytest_configure(config):
 
 def pytest_collection_finish():
     """Takes what was imported and collected out of the garbage collector's hands: looking through
-    it takes a second each time, and in a forked rank it copies every page.
-
-    Then makes forks cheap.
-    """
+    it takes a second each time, and in a forked rank it copies every page."""
     gc.collect()
     gc.freeze()
-    use_huge_pages()
 
 
 @pytest.fixture(scope="module", autouse=True)

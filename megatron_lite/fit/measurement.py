@@ -88,22 +88,27 @@ class Measurement:
         on_gpu = device.type == "cuda"
         self._gauge = gauge or (partial(cuda_gauge, device) if on_gpu else cpu_gauge)
         self._full = dict.fromkeys(chain.from_iterable(lists.values()), FULL)
-        self._step = Step(model, [*self._full], partial(self._ranks.agreed, step))
+        # A loss may have parameters of its own.
+        groups = getattr(optimizer, "param_groups", [])
+        trained = chain(model.parameters(), *[each["params"] for each in groups])
+        self._parameters = [*dict.fromkeys(trained)]
+        agreed = partial(self._ranks.agreed, step)
+        self._step = Step(model, [*self._full], agreed, self._parameters)
         states = tensors_of(list(getattr(optimizer, "state", {}).values()))
-        weights = [*model.parameters(), *model.buffers()]
+        weights = [*self._parameters, *model.buffers()]
         self._held = buckets + bytes_of([*weights, *states])
         self._missing = self._update = 0
+        self.notes: list[str] = []
         if optimizer:
             from megatron_lite.fit.update import update_bytes
 
-            self._missing, self._update = update_bytes(model, optimizer, device)
+            self._missing, self._update = update_bytes(model, optimizer, device, self.notes)
         self.terms = {
             "weights and buffers": bytes_of(weights),
-            "gradients": bytes_of(each for each in model.parameters() if each.requires_grad),
+            "gradients": bytes_of(each for each in self._parameters if each.requires_grad),
             "buckets of gradients": buckets,
             "optimizer states": bytes_of(states) + self._missing,
         }
-        self.notes: list[str] = []
         try:
             spans = self._measured(self._full)
         except RecomputeMismatch as error:
@@ -170,7 +175,7 @@ class Measurement:
             self._step.run()
         gc.collect()  # memory in cycles of the step before would be counted, or not, by chance
         # The step may free the gradients that are there when it begins.
-        there = [weakref.ref(x.grad) for x in self.model.parameters() if x.grad is not None]
+        there = [weakref.ref(x.grad) for x in self._parameters if x.grad is not None]
         make = partial(self._gauge, lambda: self._held + bytes_of(one() for one in there))
         if self._around:
             return self._around(self._step, make, self._actions)

@@ -93,7 +93,7 @@ def fit_memory_(
 ) -> Fit:
     """Puts on the model the fastest recompute policy with which a step fits the budget.
 
-    The step runs 7 times, on a CPU 11 times, and more often with few equal layers. Weights,
+    The step runs 8 times, on a CPU 12 times, and more often with few equal layers. Weights,
     gradients, generators and all that modules hold are then as before.
     Under torch.distributed every rank calls this function. The highest peak of all ranks decides,
     and all ranks get the same policy.

@@ -75,14 +75,19 @@ class Span(NamedTuple):
 class Step:
     """A step of the user: a function that runs forwards and backwards of the model.
 
-    layers: the layers of the model.
+    layers: the layers of the model. parameters: those that get gradients; (): of the model.
     numbers: those of the layers that have run, in the order of their first forwards.
     """
 
     def __init__(
-        self, model: nn.Module, layers: Sequence[nn.Module], step: Callable[[], Any]
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        step: Callable[[], Any],
+        parameters: Sequence[Tensor] = (),
     ) -> None:
         self._model, self._layers, self._step = model, layers, step
+        self._parameters = parameters or [*model.parameters()]
         self.numbers = defaultdict[nn.Module, int](count().__next__)
         self._shapes: list[list[Any]] = []  # of the inputs, in each run
         self._told = time.monotonic()
@@ -107,7 +112,7 @@ class Step:
         """
         self._shapes.append([])
         self._tell("")
-        with repeatable(self._model), warnings.catch_warnings(), ExitStack() as stack:
+        with repeatable(self._parameters), warnings.catch_warnings(), ExitStack() as stack:
             warnings.filterwarnings("ignore", message="Layers under a recompute policy keep no k")
             see = partial(self._see_inputs, is_read=gauge is not None)
             stack.enter_context(self._model.register_forward_pre_hook(see, with_kwargs=True))
@@ -260,12 +265,11 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def repeatable(model: nn.Module) -> Iterator[None]:
+def repeatable(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Restores gradients and generators after the block, bit by bit.
 
     Raises ValueError if an optimizer is about to update weights in the block.
     """
-    parameters = [*model.parameters()]
     gradients = [None if each.grad is None else _kept(each.grad) for each in parameters]
     devices = {each.device for each in parameters if each.device.type == "cuda"}
     with (

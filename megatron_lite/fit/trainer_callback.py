@@ -47,10 +47,15 @@ class MemoryBudgetCallback(TrainerCallback):
         with torch.random.fork_rng([]), drawn_again([*global_states(), *_generators(loader)]):
             first = islice(loader, LOOKED_AT)
             batch = max(first, key=lambda each: sum(one.numel() for one in tensors_of(each)))
+        if hasattr(loader, "_iterator"):  # of workers that persist, which training would go on with
+            loader._iterator = None
+        if self.fit:  # of a training that was interrupted
+            self.fit.remove()
         data, told = loader.dataset, ""
         if isinstance(data, IterableDataset) and iter(data) is iter(data):
             told = f"the data can be read only once, so its first {LOOKED_AT} batches are lost\n"
-        if getattr(model, "is_gradient_checkpointing", False):  # TRL turns it on by default
+        # TRL turns it on by default.
+        if was_on := getattr(model, "is_gradient_checkpointing", False):
             model.gradient_checkpointing_disable()
             told += "gradient_checkpointing is off in this training: the policy takes its place\n"
         held = Contents(objects=False)  # the Trainer's own numbers and lists
@@ -63,13 +68,18 @@ class MemoryBudgetCallback(TrainerCallback):
 
         with drawn_again(state for _, state in held.generators), held.restored():
             trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps
-            self.fit = fit_memory_(
-                model,
-                self._budget,
-                step=step,
-                optimizer=getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"]),
-                **self._settings,
-            )
+            try:
+                self.fit = fit_memory_(
+                    model,
+                    self._budget,
+                    step=step,
+                    optimizer=getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"]),
+                    **self._settings,
+                )
+            except BaseException:
+                if was_on:
+                    model.gradient_checkpointing_enable()
+                raise
         if trainer.is_world_process_zero():
             print(f"{told}{self.fit}")
 

@@ -10,17 +10,20 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.parallel.weights import bytes_of, local_part
-from megatron_lite.recompute.contents import tensors_of, unobserved
+from megatron_lite.recompute.contents import CONSTANT, tensors_of, unobserved
 
 
-def update_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> tuple[int, int]:
+def update_bytes(
+    model: nn.Module, optimizer: Any, device: torch.device, notes: list[str]
+) -> tuple[int, int]:
     """Returns the bytes of an optimizer's states that do not exist yet, and the peak of an update
     above weights, gradients and existing states.
 
     A copy of the optimizer runs one update of tensors that have no memory.
 
     optimizer: an optimizer, or what makes one of parameters, such as its class.
-    Raises ValueError if the update cannot run so, and there are no states yet.
+    notes: gets a line if the update cannot run so, but all states exist.
+    Raises ValueError if it cannot, and there are no states yet.
     """
     is_made = isinstance(optimizer, Optimizer)
     trained = [each for each in model.parameters() if each.requires_grad]
@@ -29,12 +32,16 @@ def update_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> tupl
     try:
         with unobserved():  # fake tensors are ten times as slow
             stand_ins = [
-                {**group, "params": [*map(_without_memory, group["params"])]} for group in groups
+                {**one, "params": [_without_memory(x) for x in one["params"] if x.requires_grad]}
+                for one in groups
             ]
             new = copy.copy(optimizer) if is_made else optimizer(stand_ins)
             new.state = defaultdict(dict)
             if is_made:
                 new.param_groups = stand_ins
+                # torch copies groups and states alone
+                held = vars(optimizer).items()
+                vars(new).update({name: one for name, one in held if isinstance(one, CONSTANT)})
             for group in new.param_groups:
                 for each in group["params"]:
                     each.grad = torch.empty_like(each)
@@ -47,8 +54,10 @@ def update_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> tupl
                 type(new).step(new)
                 states = bytes_of(tensors_of(list(new.state.values())))
                 temporary = live.peak_bytes - live.total_bytes()
-    except (RuntimeError, TypeError) as error:
+    except Exception as error:  # whatever the code of others raises without values
         if existing:
+            told = f"{type(error).__name__}: {error}".splitlines()[0]
+            notes.append(f"note: what the update takes for a time is in no figure ({told})")
             return 0, 0
         raise ValueError(
             f"the states of {optimizer} cannot be counted before they exist ({error}): give an "

@@ -42,10 +42,6 @@ def encoded(text):
     return ids
 
 
-def decoded(ids):
-    return "".join([*LETTERS, "ab", "cd", *[""] * 6][number] for number in ids)
-
-
 def document(text):
     pieces = [encoded(piece) for piece in text.split("<file>")]
     return [*pieces[0], *(id for piece in pieces[1:] for id in (FILE, *piece)), END]
@@ -55,7 +51,7 @@ def expected_of(sample, random, config):
     """Megatron's rules, token by token."""
 
     def permuted(ids, rate):
-        text = decoded(ids)
+        text = "".join([*LETTERS, "ab", "cd", *[""] * 6][number] for number in ids)
         if random.binomial(1, rate) == 0:
             return ids
         if config.fim_no_prefix is not None and text[: len(config.fim_no_prefix)] == (

@@ -63,6 +63,10 @@ DEEPSTACK = dict(
     ),
 )  # fmt: skip
 # Its step takes several choices and one label.
+BART = dict(
+    model_type="bart", architectures=["BartForConditionalGeneration"], vocab_size=200, d_model=32,
+    encoder_layers=2, decoder_layers=2, encoder_ffn_dim=64, decoder_ffn_dim=64,
+)  # fmt: skip
 MULTIPLE_CHOICE = {**BERT, "architectures": ["BertForMultipleChoice"]}
 SEGFORMER = dict(model_type="segformer", architectures=["SegformerForImageClassification"])
 
@@ -79,6 +83,7 @@ def given(**settings):
         *((SHALLOW, 4, 128), (LLAMA, 0, 128), (SHALLOW, 0, 4), (MIXTRAL, 0, 128), (T5, 0, 128)),
         *(
             (LONGFORMER, 0, 128),
+            (BART, 0, 128),
             (T5, 4, 128),
             (GPT2, 4, 128),
         ),  # T5 reads the weights, GPT-2 has them transposed
