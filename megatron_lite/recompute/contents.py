@@ -87,7 +87,7 @@ def behind(value: Any) -> Any:
     return value.__self__ if is_bound else value
 
 
-def hash_last(tensors: list[Tensor], known: Hashes, weights: list[Tensor]) -> list[Tensor]:
+def hash_last(tensors: list[Tensor], known: Hashes, weights: Collection[Tensor]) -> list[Tensor]:
     """Returns the hashes of the four tensors that a replay saved last, when it might stop, and of
     the weights."""
     with unobserved():
