@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
 from megatron_lite.fit.memory_fit import Fit, fit_memory_
+from megatron_lite.parallel.torch_internals import forget_workers
 from megatron_lite.recompute.contents import Contents, tensors_of
 from megatron_lite.recompute.randomness import (
     GeneratorState,
@@ -47,8 +48,7 @@ class MemoryBudgetCallback(TrainerCallback):
         with torch.random.fork_rng([]), drawn_again([*global_states(), *_generators(loader)]):
             first = islice(loader, LOOKED_AT)
             batch = max(first, key=lambda each: sum(one.numel() for one in tensors_of(each)))
-        if hasattr(loader, "_iterator"):  # of workers that persist, which training would go on with
-            loader._iterator = None
+        forget_workers(loader)
         if self.fit:  # of a training that was interrupted
             self.fit.remove()
         data, told = loader.dataset, ""

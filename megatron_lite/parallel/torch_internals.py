@@ -261,3 +261,8 @@ def cpu_attention_takes_groups() -> bool:
         group = heads[:, :1]
         output, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(heads, group, group)
         return output[0, 1].item() == 0.0
+
+
+def forget_workers(loader: Any) -> None:
+    """Makes a loader whose workers persist begin as a new one does, which draws a seed for them."""
+    loader._iterator = None

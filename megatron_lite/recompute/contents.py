@@ -83,8 +83,9 @@ def behind(value: Any) -> Any:
     `aux.append`; of all else the value itself."""
     if isinstance(value, weakref.ref):
         return value()
-    is_bound = type(value) is types.BuiltinMethodType and isinstance(value.__self__, CONTAINERS)
-    return value.__self__ if is_bound else value
+    if type(value) is types.BuiltinMethodType and isinstance(value.__self__, CONTAINERS):
+        return value.__self__
+    return value
 
 
 def hash_last(tensors: list[Tensor], known: Hashes, weights: Collection[Tensor]) -> list[Tensor]:
