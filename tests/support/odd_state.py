@@ -137,8 +137,16 @@ class WritesView(Model):
         super().__init__(self.Layer)
 
     def forward(self, x):
-        hidden = self.embedding(x)
-        return self.layers[0](hidden, hidden[0]).square().mean()
+        hidden = self.embedding(x).sin()
+        return self.layers[0](row=hidden[0], hidden=hidden).square().mean()
+
+
+class ReadsView(WritesView):
+    """It reads both."""
+
+    class Layer(Block):
+        def forward(self, hidden, row):
+            return self.body(hidden + row)
 
 
 class Spectral(Block):
@@ -713,7 +721,7 @@ def in_two_threads(model, number):
 
 def case(build, loss=plainly, *, may_refuse=False):
     """Returns a model. build: makes the model, or one layer of it."""
-    whole = build in (WritesView, Nested, Remotes, Graphs, traced)
+    whole = build in (WritesView, ReadsView, Nested, Remotes, Graphs, traced)
     make = build if whole else (lambda: Model(build))
     return Foreign(build=make, loss=loss, may_refuse=may_refuse)
 
@@ -770,6 +778,7 @@ CONTEXTS = {
 # These have no row on the page.
 UNLISTED = {
     "a weight that is another for one matmul": case(Quantizes),
+    "a view of an argument, before it, which it reads": case(ReadsView),
     "objects with slots, that move or change late, arrays, functions": case(CountsEverywhere),
     "scripted functions and frozen traces": case(Scripted),
     "a product, which the next layer writes to": case(WritesProduct),

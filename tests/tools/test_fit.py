@@ -65,7 +65,7 @@ DEEPSTACK = dict(
 # Its step takes several choices and one label.
 BART = dict(
     model_type="bart", architectures=["BartForConditionalGeneration"], vocab_size=200, d_model=32,
-    encoder_layers=2, decoder_layers=2, encoder_ffn_dim=64, decoder_ffn_dim=64,
+    encoder_layers=2, decoder_layers=2,
 )  # fmt: skip
 MULTIPLE_CHOICE = {**BERT, "architectures": ["BertForMultipleChoice"]}
 SEGFORMER = dict(model_type="segformer", architectures=["SegformerForImageClassification"])
