@@ -29,19 +29,20 @@ SAME = {"ReshapeAliasBackward0": "ViewBackward0"}
 PASSED = "RegisterPostBackwardFunctionBackward"
 
 
-def inputs_of(named: Iterable[tuple[str, Tensor]]) -> dict[Any, str]:
+def inputs_of(named: Iterable[tuple[str, Any]]) -> dict[Any, str]:
     """Returns the names of the inputs of a graph, by the id of a leaf or by
     node and output. The first name of each counts.
 
     The base of a view stands for the view as well, if it is no input itself. Call it before the
     function, which may write to its inputs.
     """
-    inputs, given = dict[Any, str](), [*named]
-    for name, each in (*given, *[(name, base_of(one)) for name, one in given]):
-        if each is not None and each.requires_grad:
-            key = id(each) if each.is_leaf else (each.grad_fn, each.output_nr)
-            inputs.setdefault(key, name)
-    return inputs
+    pairs = [*named]
+    pairs += [(name, base_of(one)) for name, one in pairs]
+    return {
+        id(each) if each.is_leaf else (each.grad_fn, each.output_nr): name
+        for name, each in reversed(pairs)
+        if each is not None and each.requires_grad
+    }
 
 
 class Graph(NamedTuple):

@@ -16,6 +16,7 @@ from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.ops import KeptResults, find_operators
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.replay import RecomputeMismatch
+from megatron_lite.tensor_parallel import grouped_linear  # noqa: F401
 from tests.support.collectives import recorded_collectives
 from tests.support.dispatch import Dispatches
 from tests.support.models import plan_of, tp_state
