@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback
 
 from megatron_lite.fit.memory_fit import Fit, fit_memory_
@@ -48,7 +48,8 @@ class MemoryBudgetCallback(TrainerCallback):
         with torch.random.fork_rng([]), drawn_again([*global_states(), *_generators(loader)]):
             first = islice(loader, LOOKED_AT)
             batch = max(first, key=lambda each: sum(one.numel() for one in tensors_of(each)))
-        forget_workers(loader)
+        if isinstance(loader, DataLoader):
+            forget_workers(loader)
         if self.fit:  # of a training that was interrupted
             self.fit.remove()
         data, told = loader.dataset, ""

@@ -88,9 +88,9 @@ def behind(value: Any) -> Any:
     return value
 
 
-def hash_last(tensors: list[Tensor], known: Hashes, weights: Collection[Tensor]) -> list[Tensor]:
+def hash_last(tensors: list[Tensor], known: Hashes, weights: Any) -> list[Tensor]:
     """Returns the hashes of the four tensors that a replay saved last, when it might stop, and of
-    the weights."""
+    the weights, any iterable of tensors."""
     with unobserved():
         return [*[hash_once(each, known) for each in tensors[-4:]], *map(quick_hash, weights)]
 

@@ -382,9 +382,6 @@ class _Rebuilt:
         self.has_stopped = False
         self._count = 0
         self._filled: list[Tensor] = []  # no parts of parameters
-        # A layer that quantizes a weight, or masks it, puts it back after the last tensor is saved.
-        layer = call.how.layer
-        self._weights = [] if layer is None else [*layer.parameters()]
         self._last: list[Tensor] = []
         self._are_computed: list[bool] = []
         self.values: dict[int, Saved] = {}
@@ -422,8 +419,13 @@ class _Rebuilt:
                     self.has_stopped = True
                     raise _Enough(self._call)
                 if self._tries:
-                    self._last = untraced(hash_last)(self._filled, {}, self._weights)
+                    self._last = untraced(hash_last)(self._filled, {}, self._weights())
         return (number, detached) if self._witness else detached
+
+    def _weights(self) -> Any:
+        # A layer that quantizes a weight, or masks it, puts it back after the last tensor is saved.
+        layer = self._call.how.layer
+        return () if layer is None else layer.parameters()
 
     def check(self) -> None:
         """Ends a replay that ran to its end.
@@ -442,7 +444,7 @@ class _Rebuilt:
             # that held the forward's noise has the right bits before that. So the tensors that the
             # last operator may have saved must also have gradients: these are computed.
             known = self._witness.known if self._witness else {}
-            last = read([*self._last, *hash_last(self._filled, known, self._weights)])
+            last = read([*self._last, *hash_last(self._filled, known, self._weights())])
             is_repeated = last[: len(self._last)] == last[len(self._last) :] and all(
                 self._are_computed[max(0, self._expected - MOST_OF_ONE_OPERATOR) : self._expected]
             )

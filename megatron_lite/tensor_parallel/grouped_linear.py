@@ -66,7 +66,9 @@ class GroupedLinear(nn.Module):
         adds_bias = self._adds_bias
 
         def forward(rows: Tensor, weight: Tensor, ends: Tensor, *of_bias: Any) -> Tensor:
-            multiply = _OPERATORS.grouped_product if results_may_be_kept() else products
+            multiply = products
+            if results_may_be_kept():
+                multiply = torch.ops.megatron_lite.grouped_product
             product = multiply(rows, weight.transpose(1, 2), ends)
             if not (of_bias and adds_bias):
                 return product
@@ -118,10 +120,9 @@ def products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 # As one operator, a policy keeps the same results whether or not torch has its product here.
-_LIBRARY = torch.library.Library("megatron_lite", "FRAGMENT")
-_LIBRARY.define("grouped_product(Tensor rows, Tensor matrices, Tensor ends) -> Tensor")
-_LIBRARY.impl("grouped_product", products, "CompositeExplicitAutograd")
-_OPERATORS = torch.ops.megatron_lite
+_OPERATORS = torch.library.Library("megatron_lite", "FRAGMENT")
+_OPERATORS.define("grouped_product(Tensor rows, Tensor matrices, Tensor ends) -> Tensor")
+_OPERATORS.impl("grouped_product", products, "CompositeExplicitAutograd")
 
 
 def outer_products(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:

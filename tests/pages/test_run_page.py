@@ -100,7 +100,7 @@ def test_predicted_and_measured_figures_are_on_the_page(tmp_path):
     Path(f"{metrics}.summary.json").write_text(json.dumps(summary))
     run = read(tmp_path)
     text = ParsedPage(run_page(run)).text
-    assert all(words in text for words in ("3 GiB", "7 GiB", "12.5"))
+    assert all(words in text for words in ("3 GiB", "1 GiB", "7 GiB", "5 GiB", "12.5"))
     assert ([1, 2], [3.0, 3.0]) in curves(run) and ([1, 2], [1.0, 1.0]) in curves(run)
     (tmp_path / "metrics.jsonl.summary.json").write_text('{"peak_bytes_predicted": NaN, ')
     assert "metrics.jsonl.summary.json is no summary of a run" in read(tmp_path).notices
