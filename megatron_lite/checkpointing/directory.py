@@ -28,9 +28,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_lite.checkpointing.lock import LOCK, DirectoryLock, Holder, LockLost
-from megatron_lite.checkpointing.metadata import MANIFEST, Manifest, is_complete
-from megatron_lite.checkpointing.step_files import (
+from megatron_lite.config.checkpoint_settings import CheckpointConfig
+from megatron_lite.config.checks import InputError
+from megatron_lite.data.durable_files import sync, write_synced
+from megatron_lite.parallel.state import ParallelState
+
+from .lock import LOCK, DirectoryLock, Holder, LockLost
+from .metadata import MANIFEST, Manifest, is_complete
+from .step_files import (
     CONDEMNED,
     LATEST,
     REPLACED,
@@ -41,10 +46,6 @@ from megatron_lite.checkpointing.step_files import (
     saved_steps,
     step_directory,
 )
-from megatron_lite.config.checkpoint_settings import CheckpointConfig
-from megatron_lite.config.checks import InputError
-from megatron_lite.data.durable_files import sync, write_synced
-from megatron_lite.parallel.state import ParallelState
 
 
 class SaveDirectory(DirectoryLock):

@@ -23,12 +23,13 @@ import socket
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from megatron_lite.checkpointing.metadata import MOST_STARTS, Manifest
 from megatron_lite.config import checks
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import read_input
 from megatron_lite.config.setting import from_plain
 from megatron_lite.data.durable_files import sync
+
+from .metadata import MOST_STARTS, Manifest
 
 LOCK = "lock.json"
 WITHOUT_NAME = "none"  # torchrun's id of a job that the user gave no id

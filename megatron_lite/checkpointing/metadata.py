@@ -27,15 +27,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.checkpointing.step_files import (
-    CONFIG,
-    METADATA,
-    MOST_ITERATIONS,
-    Progress,
-    parameters_file,
-    rng_file,
-    shard_file,
-)
 from megatron_lite.config import checks
 from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.input_file import input_size, read_input
@@ -45,6 +36,16 @@ from megatron_lite.data.durable_files import checksum_of
 from megatron_lite.optim.loss_scale import LossScaleState, MeanLossState
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.parallel.parameter_spec import ParameterSpec
+
+from .step_files import (
+    CONFIG,
+    METADATA,
+    MOST_ITERATIONS,
+    Progress,
+    parameters_file,
+    rng_file,
+    shard_file,
+)
 
 AXES = ("tp_size", "dp_size", "pp_size", "cp_size")
 MOST_UPDATES = 10**9 - 1

@@ -30,15 +30,16 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from megatron_lite.checkpointing.directory import SaveDirectory
-from megatron_lite.checkpointing.metadata import MANIFEST, FileRow, Manifest
-from megatron_lite.checkpointing.shards import write_tensors
-from megatron_lite.checkpointing.state import Snapshot
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.data.durable_files import checksum_of, sync, write_synced
 from megatron_lite.parallel.collectives import all_reduce_, gather_values
 from megatron_lite.parallel.state import ParallelState
+
+from .directory import SaveDirectory
+from .metadata import MANIFEST, FileRow, Manifest
+from .shards import write_tensors
+from .state import Snapshot
 
 # What becomes of an action. REFUSED: trying again is of no use, as after a lost lock. FAILED: the
 # file system refused something. The lowest of all ranks counts.

@@ -15,19 +15,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_lite.checkpointing.metadata import (
-    Metadata,
-    damaged,
-    parse_json,
-    read_config,
-    saved_spec,
-)
-from megatron_lite.checkpointing.step_files import parameters_file, shard_file
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import open_input, regular_path
 from megatron_lite.data.durable_files import sync
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.state import ParallelState
+
+from .metadata import Metadata, damaged, parse_json, read_config, saved_spec
+from .step_files import parameters_file, shard_file
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 WHOLE = SimpleNamespace(tp_rank=0, tp_size=1, ep_rank=0, ep_size=1)  # one rank that holds all

@@ -22,22 +22,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_lite.checkpointing.metadata import MANIFEST, Manifest, Progress, row_of
-from megatron_lite.checkpointing.shards import SavedStep
-from megatron_lite.checkpointing.step_files import (
-    CONFIG,
-    LATEST,
-    METADATA,
-    STEP_NAME,
-    saved_step,
-    saved_steps,
-)
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import read_input, regular_path
 from megatron_lite.config.invocation import subcommand
 from megatron_lite.memory.predict.states import parameter_count
 from megatron_lite.parallel.state import ParallelState
+
+from .metadata import MANIFEST, Manifest, Progress, row_of
+from .shards import SavedStep
+from .step_files import CONFIG, LATEST, METADATA, STEP_NAME, saved_step, saved_steps
 
 MOST_REPORTED = 5
 NAMED = 3  # folders that a message lists

@@ -16,16 +16,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megatron_lite.checkpointing.metadata import AXES, Metadata, Progress, layouts_to_json
-from megatron_lite.checkpointing.shards import SavedStep, kind_of
-from megatron_lite.checkpointing.start import Start
-from megatron_lite.checkpointing.step_files import (
-    CONFIG,
-    METADATA,
-    parameters_file,
-    rng_file,
-    shard_file,
-)
 from megatron_lite.config.checks import InputError, Values, flag, shown
 from megatron_lite.config.input_file import regular_path
 from megatron_lite.config.optimizer_settings import SGD
@@ -36,6 +26,11 @@ from megatron_lite.parallel.collectives import all_gather_first_dim
 from megatron_lite.parallel.parameter_spec import ParameterSpec, saved_state, spec_of
 from megatron_lite.parallel.rng import DEFAULT, RngSnapshot
 from megatron_lite.parallel.state import ParallelState
+
+from .metadata import AXES, Metadata, Progress, layouts_to_json
+from .shards import SavedStep, kind_of
+from .start import Start
+from .step_files import CONFIG, METADATA, parameters_file, rng_file, shard_file
 
 
 def load_checkpoint(

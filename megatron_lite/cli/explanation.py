@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from megatron_lite.cli import pretrain
-from megatron_lite.cli.flags import ParsedArguments
 from megatron_lite.config.checks import input_faults
 from megatron_lite.config.invocation import subcommand
 from megatron_lite.config.known_models import PRESETS
@@ -36,6 +34,9 @@ from megatron_lite.plan.hardware import (
 )
 from megatron_lite.plan.problem import USUAL_LENGTH
 from megatron_lite.plan.step_time import StepTime, step_time
+
+from . import pretrain
+from .flags import ParsedArguments
 
 USUAL_GPU = "h100-80gb"  # stands for a GPU that is not here
 

@@ -142,7 +142,7 @@ def parse_args(argv: Sequence[str], program: str = SCRIPT) -> ParsedArguments:
     parser = build_parser(program)
     checks = any(word.partition("=")[0] == "--check-line" for word in argv)
     if checks or not {"-h", "--help"}.isdisjoint(argv):
-        from megatron_lite.cli.help import print_fates, print_help
+        from .help import print_fates, print_help
 
         print_help(parser, argv, program)
         print_fates(parser, argv)

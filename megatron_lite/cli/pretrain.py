@@ -12,13 +12,14 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from megatron_lite.cli.flags import parse_args
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch, read_launch, use_expandable_segments
 from megatron_lite.parallel.messages import await_turn, print_fault, silent_unless
 from megatron_lite.parallel.signals import die_of, dies_without_reader
+
+from .flags import parse_args
 
 SPEAKS_BEFORE_S = 2.0  # that each other rank waits before it reports a fault
 
@@ -56,7 +57,7 @@ def run(argv: Sequence[str], launch: Launch, program: str = SCRIPT) -> int:
     with silent_unless(launch.rank == 0):
         arguments = parse_args(argv, program)
     if arguments.prints:
-        from megatron_lite.cli.explanation import print_instead
+        from .explanation import print_instead
 
         print_instead(arguments, launch)
         return 0
@@ -76,8 +77,9 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch, program: st
     if config.training.cuda_graph_impl == "none":  # a graph's memory stays in one piece by itself
         use_expandable_segments()
     # Imported late: these modules import torch, which takes seconds.
-    from megatron_lite.cli.supervised import ready_to_train, supervised
     from megatron_lite.parallel.state import parallel_state
+
+    from .supervised import ready_to_train, supervised
 
     config, notices = ready_to_train(config, notices, launch)
     seed = config.training.seed

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_lite.config.checks import quoted
+from .checks import quoted
 
 STEP = re.compile(
     r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([KMBT]?):([0-9]{1,15}(?:\.[0-9]{1,9})?)([KMBT]?)",

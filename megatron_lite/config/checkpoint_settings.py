@@ -2,7 +2,7 @@
 
 import os
 
-from megatron_lite.config.setting import Settings, count, setting, switch
+from .setting import Settings, count, setting, switch
 
 READS_NONE = "no checkpoint is read"
 

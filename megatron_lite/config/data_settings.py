@@ -2,8 +2,8 @@
 
 from functools import partial
 
-from megatron_lite.config.checks import flag
-from megatron_lite.config.setting import (
+from .checks import flag
+from .setting import (
     Settings,
     condition,
     count,

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from megatron_lite.config.checks import parse_whole_number, quoted
-from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.setting import Settings, count, setting
-from megatron_lite.config.stages import Stage
+from .checks import parse_whole_number, quoted
+from .parallel import ParallelConfig
+from .setting import Settings, count, setting
+from .stages import Stage
 
 DEVICES = ("cpu", "cuda")
 DRY_RUN = "dry_run_memory"

@@ -11,8 +11,8 @@ import math
 from functools import partial
 from typing import Any
 
-from megatron_lite.config.layer_pattern import parse_pattern
-from megatron_lite.config.setting import Settings, count, setting, switch
+from .layer_pattern import parse_pattern
+from .setting import Settings, count, setting, switch
 
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 SINKHORN = "sinkhorn"

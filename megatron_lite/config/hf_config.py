@@ -30,21 +30,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.config import hf_rotary, hf_rules
-from megatron_lite.config.checks import (
-    InputError,
-    Values,
-    as_whole,
-    flag,
-    parse_json,
-    quoted,
-    shown,
-)
-from megatron_lite.config.hf_rotary import LENGTH, OF_RULE
-from megatron_lite.config.hf_rules import REQUIRED, Config
-from megatron_lite.config.input_file import read_json
-from megatron_lite.config.known_models import KnownModel
-from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
+from . import hf_rotary, hf_rules
+from .checks import InputError, Values, as_whole, flag, parse_json, quoted, shown
+from .hf_rotary import LENGTH, OF_RULE
+from .hf_rules import REQUIRED, Config
+from .input_file import read_json
+from .known_models import KnownModel
+from .model import SWITCHED_ACTIVATIONS, ModelConfig
 
 DATA = parse_json(Path(__file__).with_name("families.json").read_text())
 

@@ -2,10 +2,10 @@
 
 from typing import Any, NamedTuple
 
-from megatron_lite.config.checks import Values, as_whole, quoted, shown
-from megatron_lite.config.hf_rules import FULL, MOST_SIZE, REQUIRED, SLIDING, Config
-from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.variants import FAST_TURNS, ORIGINAL_LENGTH, SLOW_TURNS
+from .checks import Values, as_whole, quoted, shown
+from .hf_rules import FULL, MOST_SIZE, REQUIRED, SLIDING, Config
+from .model import ModelConfig
+from .variants import FAST_TURNS, ORIGINAL_LENGTH, SLOW_TURNS
 
 LENGTH = "original_max_position_embeddings"
 LLAMA3 = {"low_freq_factor": SLOW_TURNS, "high_freq_factor": FAST_TURNS, LENGTH: ORIGINAL_LENGTH}

@@ -8,8 +8,8 @@ them back and compares. Standard library only.
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from megatron_lite.config.checks import MOST_LAYERS, Values, as_object, quoted
-from megatron_lite.config.model import ModelConfig
+from .checks import MOST_LAYERS, Values, as_object, quoted
+from .model import ModelConfig
 
 REQUIRED = object()
 KINDS = {bool: "true or false", int: "a whole number", float: "a number"}

@@ -17,7 +17,7 @@ from errno import ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from megatron_lite.config.checks import LARGEST_TEXT, InputError, parse_json, shown
+from .checks import LARGEST_TEXT, InputError, parse_json, shown
 
 Result = TypeVar("Result")
 

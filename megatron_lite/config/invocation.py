@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.config.checks import InputError
+from .checks import InputError
 
 SCRIPT = "pretrain_gpt.py"
 COMMAND = "megatron-lite"

@@ -10,14 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lite.config.checks import (
-    LARGEST_TEXT,
-    InputError,
-    Values,
-    input_faults,
-    parse_json,
-    quoted,
-)
+from .checks import LARGEST_TEXT, InputError, Values, input_faults, parse_json, quoted
 
 
 class KnownModel(NamedTuple):
@@ -73,7 +66,7 @@ def model_of(name: str, source: str) -> tuple[Values, KnownModel]:
     if name == "--model":
         model = preset(source)
     else:
-        from megatron_lite.config.hf_config import read_hf_file
+        from .hf_config import read_hf_file
 
         model = read_hf_file(Path(source))
     return {**model.fields, "vocab_size": model.vocab_size - 1}, model
@@ -90,8 +83,8 @@ def stored_values(path: str) -> Values:
     A derived value becomes None if it equals the value that would be derived anyway.
     Raises InputError if it is no such file.
     """
-    from megatron_lite.config.input_file import read_input_text
-    from megatron_lite.config.run import RunConfig
+    from .input_file import read_input_text
+    from .run import RunConfig
 
     try:
         text = read_input_text(path, LARGEST_TEXT)

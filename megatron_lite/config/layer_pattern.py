@@ -16,7 +16,7 @@ every intermediate text is bounded, so that a short one such as [0]*999*999 cann
 import re
 from collections.abc import Callable
 
-from megatron_lite.config.checks import quoted, shown
+from .checks import quoted, shown
 
 Pattern = int | tuple[int, ...]
 

@@ -1,6 +1,6 @@
 """The settings of the log and of the profilers, each as one frozen class."""
 
-from megatron_lite.config.setting import Settings, count, setting, several, switch
+from .setting import Settings, count, setting, several, switch
 
 LOG_FILE = "train.log"  # its name in the folder of --save or --tensorboard-dir
 

@@ -21,9 +21,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron_lite.config.checks import InputError, Values, flag, parse_json
-from megatron_lite.config.model import NORM_VECTORS
-from megatron_lite.config.setting import Setting
+from .checks import InputError, Values, flag, parse_json
+from .model import NORM_VECTORS
+from .setting import Setting
 
 DATA = parse_json(Path(__file__).with_name("megatron_flags.json").read_text())
 
@@ -290,6 +290,6 @@ def translate_values(
     of_others = {"cp_comm_type", "context_parallel_size"}.union(*OTHER_WAYS.values())
     if not given.keys().isdisjoint(of_others):
         # Imported late: few runs have such a setting.
-        from megatron_lite.config.other_ways import translate_others
+        from .other_ways import translate_others
 
         yield from translate_others(given, has_file=has_file)

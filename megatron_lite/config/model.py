@@ -14,9 +14,9 @@ dim 0.
 from functools import partial
 from typing import NamedTuple
 
-from megatron_lite.config.checks import MOST_LAYERS, flag
-from megatron_lite.config.experts import ExpertSettings
-from megatron_lite.config.layer_pattern import (
+from .checks import MOST_LAYERS, flag
+from .experts import ExpertSettings
+from .layer_pattern import (
     LARGEST_NUMBER,
     check_pattern,
     marks,
@@ -25,14 +25,8 @@ from megatron_lite.config.layer_pattern import (
     reach,
     spelled,
 )
-from megatron_lite.config.setting import count, required, resolve, setting, share, switch
-from megatron_lite.config.variants import (
-    ALL_HEADS,
-    LatentSettings,
-    RotarySettings,
-    Variants,
-    yarn_magnitude,
-)
+from .setting import count, required, resolve, setting, share, switch
+from .variants import ALL_HEADS, LatentSettings, RotarySettings, Variants, yarn_magnitude
 
 
 class ActivationFacts(NamedTuple):

@@ -7,10 +7,10 @@ There is a function for each kind.
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from megatron_lite.config.checks import flag
-from megatron_lite.config.layer_pattern import reach, spelled
-from megatron_lite.config.policy import LayerAction, check_policy_reaches, parse_entry
-from megatron_lite.config.regions import (
+from .checks import flag
+from .layer_pattern import reach, spelled
+from .policy import LayerAction, check_policy_reaches, parse_entry
+from .regions import (
     MLP_REGION,
     MOE,
     NORM_PARTS,
@@ -20,9 +20,9 @@ from megatron_lite.config.regions import (
     parts_of,
     without_effect,
 )
-from megatron_lite.config.run import RunConfig
-from megatron_lite.config.run_flags import run_fields
-from megatron_lite.config.setting import condition
+from .run import RunConfig
+from .run_flags import run_fields
+from .setting import condition
 
 
 class Here(NamedTuple):

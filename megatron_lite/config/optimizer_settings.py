@@ -7,7 +7,7 @@ A new update rule needs a name in OPTIMIZERS, fields in OptimizerConfig, a modul
 from collections.abc import Iterable
 from functools import partial
 
-from megatron_lite.config.setting import Settings, count, setting, share, switch
+from .setting import Settings, count, setting, share, switch
 
 ADAM, MUON, SGD = OPTIMIZERS = ("adam", "muon", "sgd")
 FLOAT32 = 4

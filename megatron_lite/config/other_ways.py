@@ -12,13 +12,13 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron_lite.config.checks import InputError, Values, as_object, flag, input_faults, shown
-from megatron_lite.config.hf_rules import Config
-from megatron_lite.config.input_file import read_json
-from megatron_lite.config.megatron_flags import ACCOUNTED, SHARDING_STRATEGIES, STRATEGY, TOKENS
-from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.parallel import ParallelConfig, no_flash_across_ranks
-from megatron_lite.config.setting import settings_of
+from .checks import InputError, Values, as_object, flag, input_faults, shown
+from .hf_rules import Config
+from .input_file import read_json
+from .megatron_flags import ACCOUNTED, SHARDING_STRATEGIES, STRATEGY, TOKENS
+from .model import ModelConfig
+from .parallel import ParallelConfig, no_flash_across_ranks
+from .setting import settings_of
 
 # What a configuration of DeepSpeed says as fields here, and the type of each.
 DEEPSPEED = {

@@ -2,7 +2,7 @@
 
 import math
 
-from megatron_lite.config.setting import Settings, count, setting, switch
+from .setting import Settings, count, setting, switch
 
 OTHER_EXPERTS = dict(
     excludes="use_torch_fsdp2 cuda_graph_impl=full_iteration",

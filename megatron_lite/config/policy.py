@@ -46,8 +46,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron_lite.config.checks import quoted
-from megatron_lite.config.regions import ALIAS, MLP_REGION, MODULES, PARTS, expanded, store_of
+from .checks import quoted
+from .regions import ALIAS, MLP_REGION, MODULES, PARTS, expanded, store_of
 
 STORES = ("device", "split", "host", "split+host")
 MAX_LENGTH = 4096

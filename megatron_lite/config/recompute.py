@@ -8,8 +8,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from megatron_lite.config.policy import Policy, parse_policy
-from megatron_lite.config.regions import (
+from .policy import Policy, parse_policy
+from .regions import (
     ALIAS,
     CORE_ATTENTION,
     MEGATRON_PARTS,
@@ -20,15 +20,8 @@ from megatron_lite.config.regions import (
     expanded,
     store_of,
 )
-from megatron_lite.config.setting import (
-    ContradictionError,
-    Settings,
-    count,
-    setting,
-    several,
-    switch,
-)
-from megatron_lite.config.units import parse_bytes
+from .setting import ContradictionError, Settings, count, setting, several, switch
+from .units import parse_bytes
 
 METHODS = ("uniform", "block")
 AUTO = "auto"

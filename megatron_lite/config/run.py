@@ -11,31 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_lite.config.batch_schedule import BatchSchedule
-from megatron_lite.config.checkpoint_settings import CheckpointConfig
-from megatron_lite.config.checks import LARGEST_TEXT, Values, parse_json
-from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
-from megatron_lite.config.layer_pattern import reach
-from megatron_lite.config.logging_settings import LoggingConfig, ProfilingConfig
-from megatron_lite.config.megatron_flags import RETIRED_FIELDS
-from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.optimizer_settings import (
-    LossScaleConfig,
-    LrScheduleConfig,
-    OptimizerConfig,
-)
-from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig, no_flash_across_ranks
-from megatron_lite.config.policy import (
-    GROUPS,
-    IN_GROUPS,
-    LayerAction,
-    check_policy_reaches,
-    parse_entry,
-)
-from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.setting import ContradictionError, check_relations, from_plain
-from megatron_lite.config.stages import Stage, most_in_flight, stages
-from megatron_lite.config.training import TrainingConfig
+from .batch_schedule import BatchSchedule
+from .checkpoint_settings import CheckpointConfig
+from .checks import LARGEST_TEXT, Values, parse_json
+from .data_settings import DataConfig, TokenizerConfig
+from .layer_pattern import reach
+from .logging_settings import LoggingConfig, ProfilingConfig
+from .megatron_flags import RETIRED_FIELDS
+from .model import ModelConfig
+from .optimizer_settings import LossScaleConfig, LrScheduleConfig, OptimizerConfig
+from .parallel import DataParallelConfig, ParallelConfig, no_flash_across_ranks
+from .policy import GROUPS, IN_GROUPS, LayerAction, check_policy_reaches, parse_entry
+from .recompute import RecomputeConfig
+from .setting import ContradictionError, check_relations, from_plain
+from .stages import Stage, most_in_flight, stages
+from .training import TrainingConfig
 
 DEFAULT_LOSS_TOKENS = 512
 

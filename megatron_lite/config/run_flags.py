@@ -15,11 +15,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any, NoReturn, TypeVar
 
-from megatron_lite.config.checks import Values, flag, input_faults, parse_whole_number
-from megatron_lite.config.layer_pattern import parse_window
-from megatron_lite.config.megatron_flags import OTHER_WAYS, unread_faults
-from megatron_lite.config.run import RunConfig
-from megatron_lite.config.setting import Setting, settings_of
+from .checks import Values, flag, input_faults, parse_whole_number
+from .layer_pattern import parse_window
+from .megatron_flags import OTHER_WAYS, unread_faults
+from .run import RunConfig
+from .setting import Setting, settings_of
 
 # The argparse parser of every program here: its faults are one line, without the usage.
 #

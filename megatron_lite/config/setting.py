@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from megatron_lite.config.checks import MOST_SIZE, Values, as_object, flag, quoted, shown
+from .checks import MOST_SIZE, Values, as_object, flag, quoted, shown
 
 
 class ContradictionError(ValueError):

@@ -16,9 +16,9 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_lite.config.checks import shown
-from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.units import plural
+from .checks import shown
+from .parallel import ParallelConfig
+from .units import plural
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,15 +2,9 @@
 
 import itertools
 
-from megatron_lite.config.batch_schedule import (
-    MOST_STEPS,
-    BatchSchedule,
-    Steps,
-    parse_steps,
-    ramp_steps,
-)
-from megatron_lite.config.checks import quoted
-from megatron_lite.config.setting import (
+from .batch_schedule import MOST_STEPS, BatchSchedule, Steps, parse_steps, ramp_steps
+from .checks import quoted
+from .setting import (
     ContradictionError,
     Settings,
     count,
@@ -20,7 +14,7 @@ from megatron_lite.config.setting import (
     several,
     switch,
 )
-from megatron_lite.config.units import parse_bytes
+from .units import parse_bytes
 
 LANGUAGE_MODEL_SEED = 1234
 WHOLE_STEP = "full_iteration"

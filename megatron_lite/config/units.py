@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from megatron_lite.config.checks import quoted
+from .checks import quoted
 
 UNITS = {
     "": 1, "B": 1,

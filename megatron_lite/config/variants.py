@@ -23,7 +23,7 @@ Both rules also multiply queries and keys by a number, the `magnitude`.
 import math
 from functools import partial
 
-from megatron_lite.config.setting import Settings, count, setting, several, switch
+from .setting import Settings, count, setting, several, switch
 
 ALL_HEADS = "all-heads"
 

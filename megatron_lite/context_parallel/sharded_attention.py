@@ -33,8 +33,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lite.context_parallel.attention_kernels import heads_first, heads_last
-from megatron_lite.context_parallel.fused_attention import attend, attend_backward, attention
 from megatron_lite.parallel.collectives import (
     Started,
     reduce_scatter_first_dim,
@@ -45,6 +43,9 @@ from megatron_lite.parallel.collectives import (
 from megatron_lite.parallel.compiled import Tensors, at_least_float32
 from megatron_lite.parallel.torch_internals import group_of_name
 from megatron_lite.parallel.weight_gradient import in_autocast_dtype
+
+from .attention_kernels import heads_first, heads_last
+from .fused_attention import attend, attend_backward, attention
 
 
 def context_parallel_attention(

@@ -39,8 +39,10 @@ from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.hf_config import CONFIG, FAMILIES, read_hf_file, to_hf
 from megatron_lite.config.input_file import crafted, read_json
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert.target import complete_folder, json_bytes, stored_tokenizer
-from megatron_lite.convert.weights import (
+from megatron_lite.data.tokenizer_files import in_folder
+
+from .target import complete_folder, json_bytes, stored_tokenizer
+from .weights import (
     OUTPUT,
     WORDS,
     Shape,
@@ -51,7 +53,6 @@ from megatron_lite.convert.weights import (
     parameter_specs,
     shards_of,
 )
-from megatron_lite.data.tokenizer_files import in_folder
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST_INDEX = 2**26

@@ -34,15 +34,10 @@ from megatron_lite.config.input_file import read_json
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
-from megatron_lite.convert.target import json_bytes, new_step, stored_tokenizer
-from megatron_lite.convert.weights import (
-    WeightSource,
-    check_layers,
-    is_buffer,
-    parameter_specs,
-    shards_of,
-)
 from megatron_lite.data.tokenizer_files import TOKEN_IDS, config_of, in_folder
+
+from .target import json_bytes, new_step, stored_tokenizer
+from .weights import WeightSource, check_layers, is_buffer, parameter_specs, shards_of
 
 
 def source(path: Path) -> WeightSource:

@@ -19,10 +19,11 @@ from megatron_lite.checkpointing.lock import try_lock
 from megatron_lite.checkpointing.step_files import LATEST, step_directory
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import MissingPackage
-from megatron_lite.convert.weights import WeightSource
 from megatron_lite.data.durable_files import naming, sync
 from megatron_lite.data.tokenizer_files import TOKEN_IDS, config_of, contents_of
 from megatron_lite.data.tokenizers import build_tokenizer
+
+from .weights import WeightSource
 
 SUFFIX = ".incomplete"
 LOCK = "conversion.lock"

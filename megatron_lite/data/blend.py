@@ -26,8 +26,9 @@ import numpy as np
 from numpy import ndarray
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.data.datasets import Dataset
-from megatron_lite.data.index_cache import Expected, arrays_fault, kept_arrays
+
+from .datasets import Dataset
+from .index_cache import Expected, arrays_fault, kept_arrays
 
 WARM_UP = 1 << 11  # samples before a row, from the guess to its start
 SHORTEST_ROW = 4 * WARM_UP

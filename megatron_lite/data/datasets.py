@@ -67,7 +67,7 @@ def build_datasets(
         mock = {"source": "--mock-data", "seq_length": data.seq_length}
         return Datasets(train, valid, test, mock)
     # Imported late: mock data need no reader of files.
-    from megatron_lite.data.token_datasets import token_datasets
+    from .token_datasets import token_datasets
 
     return token_datasets(data, vocab_size, seed, num_samples, shared, tokenizer)
 

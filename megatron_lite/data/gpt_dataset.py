@@ -19,8 +19,9 @@ import numpy as np
 from numpy import ndarray
 
 from megatron_lite.config.checks import InputError, Values
-from megatron_lite.data.index_cache import Arrays, Expected, arrays_fault, kept_arrays
-from megatron_lite.data.indexed import IndexedDataset
+
+from .index_cache import Arrays, Expected, arrays_fault, kept_arrays
+from .indexed import IndexedDataset
 
 LAST_EPOCH_THRESHOLD = 0.80
 

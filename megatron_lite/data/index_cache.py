@@ -26,7 +26,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_lite.config.checks import InputError, Values
-from megatron_lite.data.durable_files import checksum_of, sync
+
+from .durable_files import checksum_of, sync
 
 Arrays = dict[str, np.ndarray]
 Fault = Callable[[Arrays], str | None]  # returns what is wrong with arrays

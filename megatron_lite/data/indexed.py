@@ -31,8 +31,9 @@ from numpy import ndarray
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import open_input, regular_path
-from megatron_lite.data.data_paths import prefix_advice
-from megatron_lite.data.durable_files import naming, sync
+
+from .data_paths import prefix_advice
+from .durable_files import naming, sync
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

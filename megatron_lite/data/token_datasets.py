@@ -33,18 +33,12 @@ from numpy import ndarray
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
-from megatron_lite.data.blend import BlendedDataset, kept_blend_index
-from megatron_lite.data.data_paths import (
-    SPLITS,
-    DataPath,
-    normalized,
-    parse_split,
-    read_data_paths,
-    split_documents,
-)
-from megatron_lite.data.datasets import DataIdentity, Dataset, Datasets
-from megatron_lite.data.gpt_dataset import GPTDataset
-from megatron_lite.data.indexed import IndexedDataset
+
+from .blend import BlendedDataset, kept_blend_index
+from .data_paths import SPLITS, DataPath, normalized, parse_split, read_data_paths, split_documents
+from .datasets import DataIdentity, Dataset, Datasets
+from .gpt_dataset import GPTDataset
+from .indexed import IndexedDataset
 
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of a .bin, for its identity
 SURPLUS = 0.005  # of the samples of a part of a blend, besides its share
@@ -71,7 +65,7 @@ def token_datasets(
         for place, (path, count) in enumerate(zip(paths, num_samples, strict=True))
     ]
     if data.fim_data and tokenizer is not None:
-        from megatron_lite.data.tokenizers import build_tokenizer
+        from .tokenizers import build_tokenizer
 
         backend = build_tokenizer(tokenizer).backend
         built = [

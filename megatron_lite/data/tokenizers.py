@@ -27,7 +27,8 @@ from megatron_lite.config.data_settings import (
     TokenizerConfig,
 )
 from megatron_lite.config.invocation import module_of_extra
-from megatron_lite.data.tokenizer_files import LARGEST_ID, contents_of, merges_of, read_files
+
+from .tokenizer_files import LARGEST_ID, contents_of, merges_of, read_files
 
 END_OF_DOCUMENT = ("<|endoftext|>", "</s>")
 USUAL_VOCABULARY = 2**17  # of tiktoken

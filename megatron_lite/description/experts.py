@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 from megatron_lite.config.model import ACTIVATIONS
 from megatron_lite.config.regions import MOE, MOE_ACTIVATION, SHARED_EXPERTS
-from megatron_lite.description.linears import dense_mlp, eager_activation
-from megatron_lite.description.operations import (
+
+from .linears import dense_mlp, eager_activation
+from .operations import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -26,7 +27,7 @@ from megatron_lite.description.operations import (
     OperatorCall,
     Parameter,
 )
-from megatron_lite.description.sizes import Sizes
+from .sizes import Sizes
 
 GROUPED = "megatron_lite.grouped_product.default"
 INDEX_BYTES, COUNT_BYTES, END_BYTES = 8, 4, 4

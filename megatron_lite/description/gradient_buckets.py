@@ -9,7 +9,7 @@ Standard library only.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from megatron_lite.description.operations import Parameter
+from .operations import Parameter
 
 ALIGNMENT = 32  # elements: 128 bytes, so that vectorised kernels take their fast path on every view
 

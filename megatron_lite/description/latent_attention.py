@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_lite.config.regions import UP_PROJECTION
-from megatron_lite.description.linears import column_linear
-from megatron_lite.description.norms import norm_parameters, norm_statistics, shifted_weight
-from megatron_lite.description.operations import (
+
+from .linears import column_linear
+from .norms import norm_parameters, norm_statistics, shifted_weight
+from .operations import (
     ALL_GATHER,
     ALL_REDUCE,
     REDUCE_SCATTER,
@@ -17,8 +18,8 @@ from megatron_lite.description.operations import (
     Moved,
     Operation,
 )
-from megatron_lite.description.self_attention import core_attention, rotary_tables
-from megatron_lite.description.sizes import Sizes
+from .self_attention import core_attention, rotary_tables
+from .sizes import Sizes
 
 # of the rotated part of queries: put in halves, multiplied by two tables, added and joined
 TURNS = 12

@@ -18,16 +18,9 @@ from typing import Any
 
 from megatron_lite.config.model import ACTIVATIONS
 from megatron_lite.config.regions import ACTIVATION
-from megatron_lite.description.operations import (
-    NOTHING_MOVED,
-    KeptTensor,
-    Matmul,
-    Moved,
-    Operation,
-    OperatorCall,
-    Parameter,
-)
-from megatron_lite.description.sizes import Sizes
+
+from .operations import NOTHING_MOVED, KeptTensor, Matmul, Moved, Operation, OperatorCall, Parameter
+from .sizes import Sizes
 
 
 def column_linear(

@@ -5,8 +5,9 @@ and model/gpt.py. Standard library only.
 """
 
 from megatron_lite.config.row_blocks import rows_at_a_time
-from megatron_lite.description.norms import norm_keeps, norm_parameters
-from megatron_lite.description.operations import (
+
+from .norms import norm_keeps, norm_parameters
+from .operations import (
     ALL_REDUCE,
     ID_BYTES,
     Collective,
@@ -17,7 +18,7 @@ from megatron_lite.description.operations import (
     OperatorCall,
     Parameter,
 )
-from megatron_lite.description.sizes import Sizes
+from .sizes import Sizes
 
 LOSS_ROWS = 4  # float32 numbers of each token: factors of its gradient, loss and statistics
 

@@ -7,7 +7,8 @@ branch ends. Standard library only.
 """
 
 from megatron_lite.config.regions import DROPOUT, LAYERNORM
-from megatron_lite.description.operations import (
+
+from .operations import (
     ALL_REDUCE,
     LINEAR_PROJ,
     QK_LAYERNORM,
@@ -18,7 +19,7 @@ from megatron_lite.description.operations import (
     OperatorCall,
     Parameter,
 )
-from megatron_lite.description.sizes import Sizes
+from .sizes import Sizes
 
 ATTENTION_DROPOUT, MLP_DROPOUT = "attention dropout", "mlp dropout"
 # the numbers that a norm keeps for each row

@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_lite.config.regions import CORE_ATTENTION
-from megatron_lite.description.norms import query_key_norms
-from megatron_lite.description.operations import (
+
+from .norms import query_key_norms
+from .operations import (
     ALL_GATHER,
     ALL_TO_ALL,
     REDUCE_SCATTER,
@@ -30,7 +31,7 @@ from megatron_lite.description.operations import (
     Operation,
     OperatorCall,
 )
-from megatron_lite.description.sizes import Sizes
+from .sizes import Sizes
 
 CORE = "core_attention"
 # The bytes in which CUDA's kernels keep the place of their random numbers, also without dropout.

@@ -24,13 +24,8 @@ from megatron_lite.config.parallel import exchange_of
 from megatron_lite.config.row_blocks import has_gradient_tensor, product_rows
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
-from megatron_lite.description.operations import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    REDUCE_SCATTER,
-    Collective,
-    Parameter,
-)
+
+from .operations import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective, Parameter
 
 CPU_RNG_STATE, CUDA_RNG_STATE, NUM_STREAMS = 5056, 16, 2
 LARGE_BLOCK, BLOCK_UNIT = 10 * 2**20, 2 * 2**20  # of torch's CUDA allocator

@@ -8,24 +8,12 @@ from itertools import chain
 
 from megatron_lite.config.parallel import exchange_of
 from megatron_lite.config.regions import MLP_REGION, MOE
-from megatron_lite.description.linears import column_linear, dense_mlp, row_linear
-from megatron_lite.description.norms import (
-    ATTENTION_DROPOUT,
-    MLP_DROPOUT,
-    add_branch,
-    norm_after,
-    norm_before,
-)
-from megatron_lite.description.operations import (
-    LINEAR_PROJ,
-    ROUTER,
-    KeptTensor,
-    LayerDescription,
-    Moved,
-    Operation,
-)
-from megatron_lite.description.self_attention import attention_operations, attention_output
-from megatron_lite.description.sizes import Sizes, alike_layers
+
+from .linears import column_linear, dense_mlp, row_linear
+from .norms import ATTENTION_DROPOUT, MLP_DROPOUT, add_branch, norm_after, norm_before
+from .operations import LINEAR_PROJ, ROUTER, KeptTensor, LayerDescription, Moved, Operation
+from .self_attention import attention_operations, attention_output
+from .sizes import Sizes, alike_layers
 
 LINEAR_FC1, LINEAR_FC2 = "linear_fc1", "linear_fc2"
 
@@ -88,7 +76,7 @@ def describe_layer(sizes: Sizes, layer: int = 0, tiles: int = 1) -> LayerDescrip
     kept_choices: tuple[KeptTensor, ...] = ()
     if has_experts:
         # late: a dense model does not need it
-        from megatron_lite.description.experts import choices, expert_operations
+        from .experts import choices, expert_operations
 
         tiles, kept_choices = 1, choices(of)
         mlp = expert_operations(of, normed_mlp, layer)
@@ -103,7 +91,7 @@ def describe_layer(sizes: Sizes, layer: int = 0, tiles: int = 1) -> LayerDescrip
         mlp = in_tiles(of, tuple(mlp), tiles)
     if model.multi_latent_attention:
         # late: few models have it
-        from megatron_lite.description.latent_attention import latent_operations
+        from .latent_attention import latent_operations
 
         before_projection = latent_operations(of, normed, layer)
     else:

@@ -22,9 +22,14 @@ from typing import Any
 
 from torch import nn
 
-from megatron_lite.fit.gauges import Gauge, clock, cpu_gauge, cuda_gauge
-from megatron_lite.fit.layers import kind_of, stage_of
-from megatron_lite.fit.plans import (
+from megatron_lite.parallel.weights import bytes_of
+from megatron_lite.recompute.apply import apply_policy_, remove_policy_
+from megatron_lite.recompute.contents import tensors_of
+from megatron_lite.recompute.replay import RecomputeMismatch
+
+from .gauges import Gauge, clock, cpu_gauge, cuda_gauge
+from .layers import kind_of, stage_of
+from .plans import (
     AFTER,
     BACKWARD,
     CALL,
@@ -37,12 +42,8 @@ from megatron_lite.fit.plans import (
     Shared,
     policy_text,
 )
-from megatron_lite.fit.ranks import Ranks
-from megatron_lite.fit.step import Span, Step
-from megatron_lite.parallel.weights import bytes_of
-from megatron_lite.recompute.apply import apply_policy_, remove_policy_
-from megatron_lite.recompute.contents import tensors_of
-from megatron_lite.recompute.replay import RecomputeMismatch
+from .ranks import Ranks
+from .step import Span, Step
 
 FULL = "full"
 CANDIDATES = ("none", "ops(matmul,attention)", "ops(matmul/2,attention)", "ops(attention)")
@@ -100,7 +101,7 @@ class Measurement:
         self._missing = self._update = 0
         self.notes: list[str] = []
         if optimizer:
-            from megatron_lite.fit.update import update_bytes
+            from .update import update_bytes
 
             self._missing, self._update = update_bytes(model, optimizer, device, self.notes)
         self.terms = {

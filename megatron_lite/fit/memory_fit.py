@@ -15,13 +15,14 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from megatron_lite.config.units import parse_bytes, size
-from megatron_lite.fit.layers import layer_lists
-from megatron_lite.fit.measurement import Measurement
-from megatron_lite.fit.plans import ENDLESS, Plan, fastest, neighbours, smallest
-from megatron_lite.fit.ranks import all_ranks
-from megatron_lite.fit.step import COMPILED, unchanged
 from megatron_lite.parallel.torch_internals import compiled_call_of
 from megatron_lite.recompute.apply import remove_policy_
+
+from .layers import layer_lists
+from .measurement import Measurement
+from .plans import ENDLESS, Plan, fastest, neighbours, smallest
+from .ranks import all_ranks
+from .step import COMPILED, unchanged
 
 TRIES = 5  # of plans that may turn out to be above the budget, or far below what was predicted
 TOLERANCE = 0.01  # by which a prediction may be too high

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.fit.plans import Shared
 from megatron_lite.parallel.torch_internals import address_of, hooks_in_force
 from megatron_lite.recompute.contents import tensors_of
 from megatron_lite.recompute.saved import Handle, exchanging, saved_value
+
+from .plans import Shared
 
 
 class Sharing:

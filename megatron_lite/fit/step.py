@@ -21,13 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from megatron_lite.fit.gauges import Gauge, Reading
-from megatron_lite.fit.plans import AFTER, BACKWARD, CALL, FORWARD, OUTSIDE
-from megatron_lite.fit.sharing import Sharing
 from megatron_lite.parallel.torch_internals import has_values
 from megatron_lite.parallel.weights import local_part
 from megatron_lite.recompute.contents import Contents, Part, mapped, sharded, tensors_of
 from megatron_lite.recompute.randomness import drawn_again, global_states
+
+from .gauges import Gauge, Reading
+from .plans import AFTER, BACKWARD, CALL, FORWARD, OUTSIDE
+from .sharing import Sharing
 
 FORWARD_END, BACKWARD_END, MODEL_END = range(4, 7)
 LARGE = 2**26  # bytes of what an object holds, from which on it is not copied

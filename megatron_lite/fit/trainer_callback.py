@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback
 
-from megatron_lite.fit.memory_fit import Fit, fit_memory_
 from megatron_lite.parallel.torch_internals import forget_workers
 from megatron_lite.recompute.contents import Contents, tensors_of
 from megatron_lite.recompute.randomness import (
@@ -21,6 +20,8 @@ from megatron_lite.recompute.randomness import (
     global_states,
     is_generator,
 )
+
+from .memory_fit import Fit, fit_memory_
 
 LOOKED_AT = 8  # batches, of which the largest is measured
 

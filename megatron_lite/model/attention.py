@@ -40,14 +40,15 @@ from megatron_lite.context_parallel.attention_kernels import (
     kernel_context,
     suits_torch,
 )
-from megatron_lite.model.dropout import dropout
-from megatron_lite.model.norm import Norm
 from megatron_lite.parallel.compiled import Kernels, Pair, Tensors, applied, at_least_float32
 from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_lite.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron_lite.tensor_parallel.rank_context import RankContext
+
+from .dropout import dropout
+from .norm import Norm
 
 
 def branch_end(
@@ -105,7 +106,7 @@ class SelfAttention(nn.Module):
         elif config.qk_layernorm:
             also = None
             if self.rotates:
-                from megatron_lite.model.rotary import rotating
+                from .rotary import rotating
 
                 also = rotating
             # One weight for all heads: each rank's gradient covers its own heads, with or without
@@ -125,7 +126,7 @@ class SelfAttention(nn.Module):
         documents: CuSeqlens | None = None,
     ) -> Tensor:
         if rotary is not None:
-            from megatron_lite.model.rotary import ROTATION, rotated_heads
+            from .rotary import ROTATION, rotated_heads
 
             rotary = rotary[2:] if self.is_local else rotary[:2]
         qkv, rotates, tables = self.linear_qkv(hidden_states), self.rotates, Tensors()
@@ -206,7 +207,7 @@ def core_attention(config: ModelConfig, context: RankContext, layer: int) -> nn.
     if group is None or exchange != "a2a":
         return attention(group, exchange)
     # late: few runs have it
-    from megatron_lite.model.dispatch import HeadExchange
+    from .dispatch import HeadExchange
 
     return HeadExchange(attention(), group)
 

@@ -7,10 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.dropout import dropout
 from megatron_lite.parallel.sequence_spans import part_of
 from megatron_lite.tensor_parallel.layers import VocabParallelEmbedding
 from megatron_lite.tensor_parallel.rank_context import RankContext
+
+from .dropout import dropout
 
 
 def residual_dtype(config: ModelConfig, context: RankContext) -> torch.dtype:

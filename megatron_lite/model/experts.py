@@ -22,10 +22,6 @@ from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import MOE_ACTIVATION, SHARED_EXPERTS
-from megatron_lite.model.activations import activation_pair
-from megatron_lite.model.dispatch import Dispatcher, RowOrder
-from megatron_lite.model.layer import MLP
-from megatron_lite.model.router import Router, Routing
 from megatron_lite.parallel.compiled import Pair, Tensors, applied
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.grouped_linear import GroupedLinear
@@ -36,6 +32,11 @@ from megatron_lite.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron_lite.tensor_parallel.rank_context import RankContext
+
+from .activations import activation_pair
+from .dispatch import Dispatcher, RowOrder
+from .layer import MLP
+from .router import Router, Routing
 
 
 class MixtureOfExperts(nn.Module):

@@ -13,8 +13,6 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.stages import Stage, whole_model
 from megatron_lite.context_parallel.attention_kernels import CuSeqlens
-from megatron_lite.model.embedding import LanguageModelEmbedding
-from megatron_lite.model.layer import TransformerBlock
 from megatron_lite.parallel.compiled import Tensors
 from megatron_lite.parallel.parameter_spec import mark, spec_of
 from megatron_lite.parallel.sequence_spans import select
@@ -25,6 +23,9 @@ from megatron_lite.tensor_parallel.cross_entropy import Columns, vocab_parallel_
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, parallel_linear
 from megatron_lite.tensor_parallel.mappings import gather_from_tensor_parallel_region
 from megatron_lite.tensor_parallel.rank_context import RankContext
+
+from .embedding import LanguageModelEmbedding
+from .layer import TransformerBlock
 
 
 class Documents(NamedTuple):
@@ -221,7 +222,7 @@ class GPTModel(nn.Module):
         They are built once per sequence length. They are constants of the model, not state.
         """
         if self._rotary is None or self._rotary[0].shape[0] != seq_length:
-            from megatron_lite.model.rotary import rotary_tables
+            from .rotary import rotary_tables
 
             context, config = self.context, self.config
             tables = partial(

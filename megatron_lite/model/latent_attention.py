@@ -20,9 +20,6 @@ from torch import Tensor, nn
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION, UP_PROJECTION
 from megatron_lite.context_parallel.attention_kernels import CuSeqlens
-from megatron_lite.model.attention import branch_end, core_attention
-from megatron_lite.model.norm import Norm
-from megatron_lite.model.rotary import rotate, rotate_back, turning
 from megatron_lite.parallel.compiled import Pair, Tensors, applied
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear
@@ -31,6 +28,10 @@ from megatron_lite.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron_lite.tensor_parallel.rank_context import RankContext
+
+from .attention import branch_end, core_attention
+from .norm import Norm
+from .rotary import rotate, rotate_back, turning
 
 
 class LatentAttention(nn.Module):

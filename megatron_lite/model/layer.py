@@ -21,10 +21,6 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import ACTIVATION, LAYERNORM, MLP_REGION, MOE
 from megatron_lite.config.stages import Stage
 from megatron_lite.context_parallel.attention_kernels import CuSeqlens
-from megatron_lite.model.activations import activation_function, adds_bias
-from megatron_lite.model.attention import SelfAttention, branch_end
-from megatron_lite.model.dropout import add_dropped_out
-from megatron_lite.model.norm import PASSING_ON, Norm
 from megatron_lite.parallel.compiled import Tensors
 from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.recompute_plan import RecomputePlan
@@ -32,9 +28,15 @@ from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear
 from megatron_lite.tensor_parallel.rank_context import RankContext
 
+from .activations import activation_function, adds_bias
+from .attention import SelfAttention, branch_end
+from .dropout import add_dropped_out
+from .norm import PASSING_ON, Norm
+
 if TYPE_CHECKING:
-    from megatron_lite.model.latent_attention import LatentAttention
     from megatron_lite.recompute.stores import Stores
+
+    from .latent_attention import LatentAttention
 
 # The MLP of a layer: two linear layers with an activation between them.
 
@@ -116,7 +118,7 @@ class TransformerLayer(nn.Module):
         attention: type[SelfAttention | LatentAttention] = SelfAttention
         if config.multi_latent_attention:
             # late: few models have it
-            from megatron_lite.model.latent_attention import LatentAttention
+            from .latent_attention import LatentAttention
 
             attention = LatentAttention
         self.self_attention = attention(config, context, number)
@@ -126,7 +128,7 @@ class TransformerLayer(nn.Module):
         self.mlp: nn.Module
         if config.layer_has_experts(number):
             # late: a dense model does not need it
-            from megatron_lite.model.experts import MixtureOfExperts
+            from .experts import MixtureOfExperts
 
             self.mlp = MixtureOfExperts(config, context)
         else:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from megatron_lite.config.model import NORM_VECTORS, ModelConfig
 from megatron_lite.config.variants import FAST_TURNS, ORIGINAL_LENGTH, SLOW_TURNS
-from megatron_lite.model.attention import join_heads, split_heads
-from megatron_lite.model.norm import NORMS
 from megatron_lite.parallel.compiled import Function, Pair, Tensors
+
+from .attention import join_heads, split_heads
+from .norm import NORMS
 
 
 def rotary_tables(

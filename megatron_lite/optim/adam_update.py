@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.optim.layouts import Bucketed, Piece
-from megatron_lite.optim.stored import new_state, update_apart
 from megatron_lite.parallel.compiled import Kernels
 from megatron_lite.parallel.rng import derive_seed
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import fused_adamw_
+
+from .layouts import Bucketed, Piece
+from .stored import new_state, update_apart
 
 Rate = float | Tensor  # a 0-d tensor in a CUDA graph: float32 there, float64 on a CPU
 

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.description.gradient_buckets import BucketLayout, bucket_layouts
 from megatron_lite.description.operations import Parameter
-from megatron_lite.optim.host_link import HostLink
 from megatron_lite.parallel.collectives import (
     Started,
     all_reduce_,
@@ -39,6 +38,8 @@ from megatron_lite.parallel.collectives import (
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import foreach_copy_
+
+from .host_link import HostLink
 
 
 class Bucket:

@@ -27,8 +27,8 @@ from torch import Tensor
 from megatron_lite.config import optimizer_settings
 
 if TYPE_CHECKING:
-    from megatron_lite.optim.layouts import Piece
-    from megatron_lite.optim.stored import Part
+    from .layouts import Piece
+    from .stored import Part
 
 
 class HostLink:

@@ -35,9 +35,6 @@ from torch import Tensor, nn
 
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.optim.grad_buffer import Bucket, GradBuffer
-from megatron_lite.optim.host_link import HostLink
-from megatron_lite.optim.stored import new_state, write_whole_
 from megatron_lite.parallel.collectives import (
     Group,
     Started,
@@ -50,6 +47,10 @@ from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import address_of, foreach_copy_
 from megatron_lite.parallel.weights import READER, gathered_dtype, local_part
+
+from .grad_buffer import Bucket, GradBuffer
+from .host_link import HostLink
+from .stored import new_state, write_whole_
 
 SUMS_ACROSS = "set_requires_all_reduce"  # a method of FSDP2's units
 # The weights that --decoupled-lr is for, by the ends of their names.

@@ -35,11 +35,12 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.optim.adam_update import AdamW, Rate
-from megatron_lite.optim.layouts import Bucketed
 from megatron_lite.parallel.collectives import all_gather_first_dim
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.state import ParallelState
+
+from .adam_update import AdamW, Rate
+from .layouts import Bucketed
 
 MOMENTUM = "momentum_buffer"
 EPSILON = 1e-7

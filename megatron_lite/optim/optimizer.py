@@ -18,16 +18,17 @@ from torch import Tensor, nn
 
 from megatron_lite.config.optimizer_settings import ADAM, MUON, SGD, OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.optim import stored
-from megatron_lite.optim.adam_update import AdamW, Sgd
-from megatron_lite.optim.layouts import Bucketed, FullySharded, Piece
-from megatron_lite.optim.loss_scale import LossScale, SpikeGuard
-from megatron_lite.optim.muon_update import Muon
 from megatron_lite.parallel.collectives import Timed, all_reduce, all_reduce_, not_timed
 from megatron_lite.parallel.compiled import Kernels
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import foreach_mul_, foreach_norm
+
+from . import stored
+from .adam_update import AdamW, Sgd
+from .layouts import Bucketed, FullySharded, Piece
+from .loss_scale import LossScale, SpikeGuard
+from .muon_update import Muon
 
 # By the name of --optimizer, a function of (layout, config, parallel). The result has the methods
 # of AdamW.

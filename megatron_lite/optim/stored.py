@@ -27,8 +27,8 @@ from megatron_lite.parallel.compiled import CompiledKernels, at_least_float32
 from megatron_lite.parallel.torch_internals import foreach_copy_, is_fake
 
 if TYPE_CHECKING:
-    from megatron_lite.optim.adam_update import AdamW
-    from megatron_lite.optim.layouts import Piece
+    from .adam_update import AdamW
+    from .layouts import Piece
 
 SCALES = "scales_of_parts"
 HEADROOM = 15  # 2^15 is below float16's largest number

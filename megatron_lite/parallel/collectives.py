@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup
 
 from megatron_lite.config.checks import parse_json
-from megatron_lite.parallel.torch_internals import (
+
+from .torch_internals import (
     CachedMode,
     CachingMode,
     KeepsResults,

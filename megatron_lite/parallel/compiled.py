@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.parallel.torch_internals import (
+
+from .torch_internals import (
     disable_current_modes,
     fake_mode_of,
     inductor_compile,

@@ -16,7 +16,8 @@ from dataclasses import replace
 import torch
 
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.parallel.state import ParallelState, subgroups
+
+from .state import ParallelState, subgroups
 
 
 def with_experts(parallel: ParallelState, config: ParallelConfig) -> ParallelState:

@@ -41,15 +41,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.parallel.collectives import start_all_gather_into_, start_reduce_scatter_into_
-from megatron_lite.parallel.parameter_spec import mark, spec_of
-from megatron_lite.parallel.torch_internals import (
-    address_of,
-    base_of,
-    num_users_of_storage,
-    num_users_of_tensor,
-)
-from megatron_lite.parallel.weights import GATHERED_DTYPE, READER, STAND_INS
+
+from .collectives import start_all_gather_into_, start_reduce_scatter_into_
+from .parameter_spec import mark, spec_of
+from .torch_internals import address_of, base_of, num_users_of_storage, num_users_of_tensor
+from .weights import GATHERED_DTYPE, READER, STAND_INS
 
 
 def fully_shard_(model: Any, mesh: DeviceMesh, config: DataParallelConfig) -> None:

@@ -30,8 +30,9 @@ import torch.distributed as dist
 
 from megatron_lite.config.checks import InputError, PeerError, flag, parse_json
 from megatron_lite.config.run import RunConfig
-from megatron_lite.parallel.launch import Launch
-from megatron_lite.parallel.messages import print_line, ranks_text, told_by_rank_0
+
+from .launch import Launch
+from .messages import print_line, ranks_text, told_by_rank_0
 
 # Flags that may differ between ranks. Each node may keep indices in its own place. Only rank 0
 # writes to the other paths.

@@ -31,11 +31,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megatron_lite.config.checks import InputError, PeerError, input_faults
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.parallel.collectives import Group, gather_values
-from megatron_lite.parallel.launch import Launch, read_launch
-from megatron_lite.parallel.parameter_spec import ParameterSpec
-from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.parallel.torch_internals import flattened_mesh, set_group_timeout, world
+
+from .collectives import Group, gather_values
+from .launch import Launch, read_launch
+from .parameter_spec import ParameterSpec
+from .rng import RngStreams
+from .torch_internals import flattened_mesh, set_group_timeout, world
 
 Result = TypeVar("Result")
 SAVER = "saver"  # the description of the group whose ranks wait for the slowest disk
@@ -205,7 +206,7 @@ def parallel_state(
     on_gpu = device.type == "cuda"
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
     if world_size > 1 and not joined:
-        from megatron_lite.parallel.startup import meet, settings_of
+        from .startup import meet, settings_of
 
         settings = settings_of(run, launch.world_size)
         tp_size = config.tensor_model_parallel_size
@@ -318,7 +319,7 @@ def _build(
     )
     if not config.spreads_experts:
         return parallel
-    from megatron_lite.parallel.expert_groups import with_experts
+    from .expert_groups import with_experts
 
     return with_experts(parallel, config)
 

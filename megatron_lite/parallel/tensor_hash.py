@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_lite.config.row_blocks import hashed_at_a_time
-from megatron_lite.parallel.torch_internals import has_values
+
+from .torch_internals import has_values
 
 Hashes = dict[tuple[int, int], Tensor]  # by address and number of bytes
 GOLDEN, FIRST, SECOND = (

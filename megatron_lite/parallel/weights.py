@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.parallel.torch_internals import address_of
+from .torch_internals import address_of
 
 READER = "weight_reader"  # () -> the module's whole weight, ready to compute with
 STAND_INS = "weight_stand_ins"  # () -> the tensors that replace the parameters while it computes

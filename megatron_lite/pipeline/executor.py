@@ -27,7 +27,8 @@ from torch.distributed import ProcessGroup
 from megatron_lite.config.stages import Stage
 from megatron_lite.parallel.collectives import WAITING, Started, Timed, not_timed
 from megatron_lite.parallel.compiled import Pair, applied
-from megatron_lite.pipeline.order import Action
+
+from .order import Action
 
 Direction = Literal["forward", "backward"]
 

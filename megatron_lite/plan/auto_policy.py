@@ -29,8 +29,10 @@ from megatron_lite.description.sizes import Sizes, layers_of
 from megatron_lite.memory.predict.pipeline_memory import alike_ranks
 from megatron_lite.memory.predict.states import RankStates, rank_states
 from megatron_lite.memory.predict.step_peak import KEPT, StepPeak, fullest_step_peak, step_peak
-from megatron_lite.plan.hardware import Group, Hardware
-from megatron_lite.plan.policies import (
+from megatron_lite.recompute.recompute_plan import keep_everything
+
+from .hardware import Group, Hardware
+from .policies import (
     KEEP,
     LayerChoice,
     StageMix,
@@ -39,10 +41,9 @@ from megatron_lite.plan.policies import (
     least_seconds,
     tile_counts,
 )
-from megatron_lite.plan.stage_time import TimedRun, stage_time
-from megatron_lite.plan.step_time import StepTime, step_time
-from megatron_lite.plan.work import Clock
-from megatron_lite.recompute.recompute_plan import keep_everything
+from .stage_time import TimedRun, stage_time
+from .step_time import StepTime, step_time
+from .work import Clock
 
 ROUNDS = 6  # corrections of the space; two are usual
 # Assumptions, stated in docs/planning.md. 1 GiB for the context, cuBLAS and NCCL; 3 % of the card

@@ -19,8 +19,9 @@ from megatron_lite.config.stages import whole_model
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.flops import forward_flops, logits_flops
 from megatron_lite.memory.predict.states import parameter_count, stage_parameters
-from megatron_lite.plan.auto_policy import Plan
-from megatron_lite.plan.problem import (
+
+from .auto_policy import Plan
+from .problem import (
     AWARE,
     CONTEXT,
     DATA_PARALLEL,

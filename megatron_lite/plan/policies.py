@@ -32,9 +32,10 @@ from megatron_lite.config.regions import MLP_REGION, POINTWISE, REGIONS, nested
 from megatron_lite.config.run import RunConfig
 from megatron_lite.description.sizes import Sizes, layers_of
 from megatron_lite.memory.predict.kept_tensors import activation_terms
-from megatron_lite.plan.stage_time import layer_sizes, replay_time
-from megatron_lite.plan.work import Clock
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
+
+from .stage_time import layer_sizes, replay_time
+from .work import Clock
 
 KEEP = LayerAction()
 TILES, LEAST_TILE = (4, 16), 4096

@@ -10,7 +10,8 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import build_run, flag_of
 from megatron_lite.config.setting import settings_of
-from megatron_lite.plan.hardware import Hardware
+
+from .hardware import Hardware
 
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 CONTEXT, MICRO_BATCH = "context_parallel_size", "micro_batch_size"

@@ -27,8 +27,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron_lite.config.run import RunConfig
-from megatron_lite.plan.auto_policy import Plan, fitted, least_replays
-from megatron_lite.plan.layouts import (
+
+from .auto_policy import Plan, fitted, least_replays
+from .layouts import (
     kind_of,
     layouts,
     least_states,
@@ -38,8 +39,8 @@ from megatron_lite.plan.layouts import (
     variants,
     virtuals,
 )
-from megatron_lite.plan.problem import Problem
-from megatron_lite.plan.step_time import StepTime, step_time
+from .problem import Problem
+from .step_time import StepTime, step_time
 
 SMALLEST_TRIED = 4
 MOST_PLANS, MORE_FITTED = 6, 40

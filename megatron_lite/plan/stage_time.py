@@ -29,8 +29,10 @@ from megatron_lite.memory.predict.kept_tensors import (
     replayed_operations,
 )
 from megatron_lite.memory.predict.states import stage_parameters
-from megatron_lite.plan.hardware import Group
-from megatron_lite.plan.work import (
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
+
+from .hardware import Group
+from .work import (
     REPLAYED_MATMULS,
     REPLAYED_MEMORY_BOUND,
     TENSOR_PARALLEL,
@@ -39,7 +41,6 @@ from megatron_lite.plan.work import (
     seconds_of,
     sum_of,
 )
-from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 
 HOST_COPIES = "copies to and from the host"
 FSDP = "gathers and reductions of FSDP2"

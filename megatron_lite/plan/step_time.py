@@ -27,11 +27,12 @@ from megatron_lite.description.sizes import Sizes, first_like_stage
 from megatron_lite.description.transformer_layer import describe_kinds
 from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.memory.predict.states import stage_parameters
-from megatron_lite.plan.hardware import Group, Hardware
-from megatron_lite.plan.pipeline_time import Durations, run_pipeline, shortest_pipeline
-from megatron_lite.plan.stage_time import HOST_PACE, StageTime, TimedRun, stage_time
-from megatron_lite.plan.work import Clock, sum_of
 from megatron_lite.recompute.schedule import stage_plan
+
+from .hardware import Group, Hardware
+from .pipeline_time import Durations, run_pipeline, shortest_pipeline
+from .stage_time import HOST_PACE, StageTime, TimedRun, stage_time
+from .work import Clock, sum_of
 
 PIPELINE_WAITS = "waits of the pipeline"
 REDUCTION = "reduction of gradients"

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.states import parameter_count
-from megatron_lite.plan.auto_policy import Budget, Plan
-from megatron_lite.plan.layouts import KINDS, LOSS_CHUNKS, kind_of, layouts, refusal, resorts
-from megatron_lite.plan.problem import LOSS_CHUNK, MICRO_BATCH, Problem
-from megatron_lite.plan.search import Search, SearchResult
+
+from .auto_policy import Budget, Plan
+from .layouts import KINDS, LOSS_CHUNKS, kind_of, layouts, refusal, resorts
+from .problem import LOSS_CHUNK, MICRO_BATCH, Problem
+from .search import Search, SearchResult
 
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
 EXIT_STATUS = {FITS: 0, TIGHT: 1, DOES_NOT_FIT: 2}

@@ -15,12 +15,13 @@ from megatron_lite.config.units import GIB
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.flops import PolicyFlops
 from megatron_lite.memory.predict.step_peak import PeakTerm
-from megatron_lite.plan.auto_policy import Plan
-from megatron_lite.plan.hardware import Hardware
-from megatron_lite.plan.layouts import kind_of
-from megatron_lite.plan.step_time import HOST_UPDATE
-from megatron_lite.plan.verdict import DOES_NOT_FIT, FITS, FitVerdict
 from megatron_lite.recompute.schedule import plan_model
+
+from .auto_policy import Plan
+from .hardware import Hardware
+from .layouts import kind_of
+from .step_time import HOST_UPDATE
+from .verdict import DOES_NOT_FIT, FITS, FitVerdict
 
 WIDTH = 100
 MOST_STAGES = 64

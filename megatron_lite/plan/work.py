@@ -26,7 +26,8 @@ from megatron_lite.description.operations import (
     OperatorCall,
 )
 from megatron_lite.description.self_attention import CORE
-from megatron_lite.plan.hardware import Group, Hardware, Mode
+
+from .hardware import Group, Hardware, Mode
 
 FORWARD_MATMULS = "forward matmuls"
 BACKWARD_MATMULS = "backward matmuls"

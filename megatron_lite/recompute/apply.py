@@ -27,18 +27,19 @@ from megatron_lite.config.policy import check_policy_reaches, parse_policy
 from megatron_lite.parallel.tensor_hash import keys_on
 from megatron_lite.parallel.torch_internals import disable_dynamo, has_values, is_transformed
 from megatron_lite.parallel.weights import weights_in_use
-from megatron_lite.recompute.caches import with_own_caches
-from megatron_lite.recompute.contents import sharded, tensors_of
-from megatron_lite.recompute.guard import Guard, Verify
-from megatron_lite.recompute.hooked import How, Turns, rebuild_saved
-from megatron_lite.recompute.layer_state import Written
-from megatron_lite.recompute.randomness import DefaultGenerators, Generators
-from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, segments
-from megatron_lite.recompute.saved import Args, Kwargs
+
+from .caches import with_own_caches
+from .contents import sharded, tensors_of
+from .guard import Guard, Verify
+from .hooked import How, Turns, rebuild_saved
+from .layer_state import Written
+from .randomness import DefaultGenerators, Generators
+from .recompute_plan import RecomputePlan, Segment, segments
+from .saved import Args, Kwargs
 
 if TYPE_CHECKING:
-    from megatron_lite.recompute.offload import CopyStreams, Offload
-    from megatron_lite.recompute.pool import Pool
+    from .offload import CopyStreams, Offload
+    from .pool import Pool
 
 MAX_FRAMES = 10  # between this module and nn.Module, which calls a forward; torch.compile adds some
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -270,7 +271,7 @@ class _Recomputed:
         valued = rng is not None
         results = None
         if self._segment.ops:
-            from megatron_lite.recompute.ops import KeptResults
+            from .ops import KeptResults
 
             results = KeptResults(self._segment.ops, skip_tail=True)
         how = How(
@@ -294,7 +295,7 @@ class _Recomputed:
         """Returns the block in which `@split` and `@host` keep what is given to the layer."""
         # The first tensor is the hidden states, which belong to this layer. All others stay.
         if self._segment.split:
-            from megatron_lite.recompute.split_inputs import dividing
+            from .split_inputs import dividing
 
             return dividing(layer, given[0])
         if not self._segment.on_host or not valued:
@@ -353,8 +354,8 @@ class _Shared:
     def offloaded(self, layer: int, device: torch.device, *, stay: list[Tensor]) -> Iterator[None]:
         """Offloads the tensors that a layer saves inside the block. stay: tensors not moved."""
         # Imported late, as ops.py is: most policies move nothing and keep no results.
-        from megatron_lite.recompute.offload import Offload, copy_streams_of
-        from megatron_lite.recompute.pool import Pool
+        from .offload import Offload, copy_streams_of
+        from .pool import Pool
 
         if not self._memory:
             self._memory = Pool(pinned=device.type == "cuda"), copy_streams_of(device)
@@ -441,11 +442,11 @@ def _check(segment: Segment, layer: nn.Module, setting: str) -> None:
         if is_so:
             raise ValueError(f"{setting}, layer {segment.first_layer}: {reason}")
     if segment.split:
-        from megatron_lite.recompute.split_inputs import NO_GROUP, tensor_parallel_group
+        from .split_inputs import NO_GROUP, tensor_parallel_group
 
         if not tensor_parallel_group(layer):
             raise ValueError(f"{setting}, layer {segment.first_layer}: {NO_GROUP}")
     if segment.ops:
-        from megatron_lite.recompute.ops import find_operators
+        from .ops import find_operators
 
         find_operators(segment.ops, setting=setting)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from megatron_lite.recompute.saved import Args, Kwargs
+from .saved import Args, Kwargs
 
 CACHES = "transformers.cache_utils"
 

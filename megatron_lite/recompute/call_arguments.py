@@ -19,9 +19,10 @@ from megatron_lite.parallel.torch_internals import (
     tree_path_text,
     tree_unflatten,
 )
-from megatron_lite.recompute.contents import FUNCTIONS, Contents, behind
-from megatron_lite.recompute.replay import replay_inputs
-from megatron_lite.recompute.saved import Args, Handle, Kwargs, saved_value
+
+from .contents import FUNCTIONS, Contents, behind
+from .replay import replay_inputs
+from .saved import Args, Handle, Kwargs, saved_value
 
 
 def argument_name(path: Any) -> str:

@@ -23,11 +23,12 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.parallel.collectives import start_all_gather_first_dim
 from megatron_lite.parallel.torch_internals import engine, is_plain_backward, tree_map_only
-from megatron_lite.recompute.contents import tensors_of, unobserved
-from megatron_lite.recompute.randomness import Generators, casts_not_cached
-from megatron_lite.recompute.replay import Conditions, RecomputeMismatch, replay_inputs
-from megatron_lite.recompute.saved import results_of
-from megatron_lite.recompute.verify import NOT_THE_SAME, Execution, Graph, described, inputs_of
+
+from .contents import tensors_of, unobserved
+from .randomness import Generators, casts_not_cached
+from .replay import Conditions, RecomputeMismatch, replay_inputs
+from .saved import results_of
+from .verify import NOT_THE_SAME, Execution, Graph, described, inputs_of
 
 
 def checkpoint(

@@ -35,8 +35,9 @@ from megatron_lite.parallel.torch_internals import (
     tree_leaves,
     without_torch_function,
 )
-from megatron_lite.recompute.randomness import ARRAYS, GeneratorState, is_generator
-from megatron_lite.recompute.saved import version_of
+
+from .randomness import ARRAYS, GeneratorState, is_generator
+from .saved import version_of
 
 MAX_PARTS = 10_000  # so many parts of Python objects are looked at
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})

@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from megatron_lite.recompute.contents import Contents, kind_of
-from megatron_lite.recompute.layer_state import state_of
+from .contents import Contents, kind_of
+from .layer_state import state_of
 
 MAX_SHAPES = 4  # so many sets of shapes are verified, because lengths may vary for ever
 

@@ -43,15 +43,16 @@ from megatron_lite.parallel.torch_internals import (
     outside_vmap,
     untraced,
 )
-from megatron_lite.recompute.call_arguments import Arguments
-from megatron_lite.recompute.contents import CONSTANT, hash_last
-from megatron_lite.recompute.guard import Guard, Signature
-from megatron_lite.recompute.layer_state import LayerState, Written
-from megatron_lite.recompute.ops import KeptResults
-from megatron_lite.recompute.randomness import Generators, drawn_again
-from megatron_lite.recompute.replay import Conditions, RecomputeMismatch
-from megatron_lite.recompute.router import KeptChoices
-from megatron_lite.recompute.saved import (
+
+from .call_arguments import Arguments
+from .contents import CONSTANT, hash_last
+from .guard import Guard, Signature
+from .layer_state import LayerState, Written
+from .ops import KeptResults
+from .randomness import Generators, drawn_again
+from .replay import Conditions, RecomputeMismatch
+from .router import KeptChoices
+from .saved import (
     Args,
     Handle,
     Kwargs,
@@ -62,8 +63,8 @@ from megatron_lite.recompute.saved import (
     unpacked,
     version_of,
 )
-from megatron_lite.recompute.surroundings import Surroundings
-from megatron_lite.recompute.witness import Witness
+from .surroundings import Surroundings
+from .witness import Witness
 
 PATIENCE_S = 120.0  # of a thread that waits for another one
 NO_TASK = -1  # torch's number for "not inside a backward"

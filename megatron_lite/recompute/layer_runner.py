@@ -13,13 +13,14 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.config.regions import MOE
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
-from megatron_lite.recompute.region_runner import Choices, Regions
+
+from .recompute_plan import RecomputePlan, Segment
+from .region_runner import Choices, Regions
 
 if TYPE_CHECKING:
-    from megatron_lite.recompute.checkpoint import Record
-    from megatron_lite.recompute.ops import KeptResults
-    from megatron_lite.recompute.stores import Opened, Stores
+    from .checkpoint import Record
+    from .ops import KeptResults
+    from .stores import Opened, Stores
 
 Layer = Callable[..., Tensor]
 
@@ -54,12 +55,12 @@ def run_layers(
         # What few policies need is imported late.
         record, results = None, None
         if plan.verify:
-            from megatron_lite.recompute.checkpoint import Record
+            from .checkpoint import Record
 
             record = Record(_name(segment), rng)
         if segment.ops:
-            from megatron_lite.recompute.hooked import How, rebuild_saved
-            from megatron_lite.recompute.ops import KeptResults
+            from .hooked import How, rebuild_saved
+            from .ops import KeptResults
 
             results = KeptResults(segment.ops, skip_tail=plan.skip_tail)
         # A verified replay must be the forward itself, with nothing left out. A plan with `verify`
@@ -68,7 +69,7 @@ def run_layers(
         forward = record.recorded(forward) if record else forward
         replay = chain(skip_layer_tail=True, results=results) if plan.skip_tail else None
         if not results:
-            from megatron_lite.recompute.checkpoint import checkpoint
+            from .checkpoint import checkpoint
 
             return checkpoint(
                 forward,

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.parallel.torch_internals import has_values
-from megatron_lite.recompute.call_arguments import Arguments
-from megatron_lite.recompute.contents import Contents, Part, Value, unobserved
-from megatron_lite.recompute.randomness import drawn_again, global_states
-from megatron_lite.recompute.replay import replay_inputs
-from megatron_lite.recompute.saved import check_unwritten
+
+from .call_arguments import Arguments
+from .contents import Contents, Part, Value, unobserved
+from .randomness import drawn_again, global_states
+from .replay import replay_inputs
+from .saved import check_unwritten
 
 COUNT, STATISTICS = "num_batches_tracked", ("running_mean", "running_var")
 PARAMETER_STATE = ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")

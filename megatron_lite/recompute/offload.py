@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from megatron_lite.parallel.torch_internals import next_node_number, write_count_of
-from megatron_lite.recompute.pool import Memory, Slot
-from megatron_lite.recompute.saved import MovedStorage, WrittenTo, bytes_of, moving
+
+from .pool import Memory, Slot
+from .saved import MovedStorage, WrittenTo, bytes_of, moving
 
 Mark = Any  # the end of a copy: an event of the device, or None if the copy is synchronous
 

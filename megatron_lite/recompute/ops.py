@@ -36,8 +36,9 @@ from megatron_lite.parallel.torch_internals import (
     tree_map_only,
     without_dispatch_key,
 )
-from megatron_lite.recompute.contents import tensors_of
-from megatron_lite.recompute.saved import Args, Kwargs, WrittenTo, saved_value, version_of
+
+from .contents import tensors_of
+from .saved import Args, Kwargs, WrittenTo, saved_value, version_of
 
 WRITTEN = -1  # the version of a result that was written to, whatever torch counts
 Place = tuple[Any, int]  # an operator, and the number of the call among all calls of that operator

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_lite.parallel.torch_internals import address_of
-from megatron_lite.recompute.phase import allocating_on_host
+
+from .phase import allocating_on_host
 
 
 class Slot:

@@ -27,19 +27,13 @@ from megatron_lite.config.regions import MLP_REGION, MOE, REGIONS
 from megatron_lite.parallel.collectives import results_may_be_kept
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.torch_internals import address_of, disable_current_modes, hooks_in_force
-from megatron_lite.recompute.phase import is_recomputing
-from megatron_lite.recompute.saved import (
-    Handle,
-    bytes_of,
-    exchanging,
-    results_of,
-    saved_value,
-    view_in,
-)
+
+from .phase import is_recomputing
+from .saved import Handle, bytes_of, exchanging, results_of, saved_value, view_in
 
 if TYPE_CHECKING:
-    from megatron_lite.recompute.checkpoint import Record
-    from megatron_lite.recompute.ops import KeptResults
+    from .checkpoint import Record
+    from .ops import KeptResults
 
 DISCARDING = frozenset(name for name, facts in REGIONS.items() if facts.method == "discard")
 
@@ -72,7 +66,7 @@ def discarding() -> Iterator[Callable[[Tensor], None]]:
 
 
 def _rebuilt_bytes(node: Any, number: int) -> Tensor:
-    from megatron_lite.recompute.checkpoint import rebuilt_outputs
+    from .checkpoint import rebuilt_outputs
 
     return bytes_of(results_of(rebuilt_outputs(node))[number])
 
@@ -176,14 +170,14 @@ class Regions:
         forward = _with_last(function, skip_tail)
         replay = _with_last(function, True) if self.skip_region_tails else None
         if name == MLP_REGION and self.tiles > 1:
-            from megatron_lite.recompute.tiles import run_in_tiles
+            from .tiles import run_in_tiles
 
             calls = [
                 self._verified(f"{name}, tile {tile}", forward, self.rng)
                 for tile in range(self.tiles)
             ]
             return run_in_tiles(calls, replay, modules, self.rng, *args, skips=skip_tail)
-        from megatron_lite.recompute.checkpoint import checkpoint
+        from .checkpoint import checkpoint
 
         return checkpoint(
             self._verified(name, forward, self.rng), *args, rng=self.rng, replay=replay
@@ -198,7 +192,7 @@ class Regions:
         # In a replay of a region around it, that region keeps nothing.
         if name not in self.rebuilt or is_recomputing():
             return self.noted(name, function(*args))
-        from megatron_lite.recompute.checkpoint import checkpoint
+        from .checkpoint import checkpoint
 
         output = checkpoint(self._verified(name, function, None), *args, rng=None)
         # The recipe finds the replay through the output's grad_fn. Under no_grad there is none.
@@ -266,7 +260,7 @@ class Regions:
     def _record(self, name: str, rng: RngStreams | None) -> Record | None:
         if not self.verify:
             return None
-        from megatron_lite.recompute.checkpoint import Record
+        from .checkpoint import Record
 
         return Record(f"layer {self.layer}, {name}", rng)
 

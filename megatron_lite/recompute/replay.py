@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite.recompute.phase import recomputing
-from megatron_lite.recompute.randomness import Generators, Randomness, autocast_states, drawn_again
+from .phase import recomputing
+from .randomness import Generators, Randomness, autocast_states, drawn_again
 
 
 class RecomputeMismatch(RuntimeError):

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron_lite.parallel.torch_internals import TorchDispatchMode, disable_current_modes
-from megatron_lite.recompute.saved import Handle, Kwargs, saved_value
+
+from .saved import Handle, Kwargs, saved_value
 
 TOP_K = frozenset({torch.topk, Tensor.topk})
 Run = Callable[..., Any]  # in place of the operator: takes it, and its arguments

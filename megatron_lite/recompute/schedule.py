@@ -10,7 +10,8 @@ from functools import lru_cache
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
-from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything, segments
+
+from .recompute_plan import RecomputePlan, keep_everything, segments
 
 
 @lru_cache(1024)  # a search asks for the same stages again and again

@@ -18,8 +18,9 @@ from torch.nn.functional import pad
 
 from megatron_lite.parallel.torch_internals import address_of, fills_its_memory
 from megatron_lite.parallel.weights import local_part
-from megatron_lite.recompute.contents import sharded
-from megatron_lite.recompute.saved import Handle, exchanging
+
+from .contents import sharded
+from .saved import Handle, exchanging
 
 NO_GROUP = (
     "@split needs layers whose weights are divided over tensor-parallel ranks as DTensors: use "

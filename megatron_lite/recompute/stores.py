@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from megatron_lite.parallel.torch_internals import tree_leaves
 from megatron_lite.parallel.weights import weights_in_use
-from megatron_lite.recompute.offload import CopyStreams, Offload, copy_streams_of
-from megatron_lite.recompute.phase import allocating_on_host, running_modules
-from megatron_lite.recompute.pool import Memory, Pool, Slot
-from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
-from megatron_lite.recompute.saved import MovedStorage, bytes_of, moving
+
+from .offload import CopyStreams, Offload, copy_streams_of
+from .phase import allocating_on_host, running_modules
+from .pool import Memory, Pool, Slot
+from .recompute_plan import RecomputePlan, Segment
+from .saved import MovedStorage, bytes_of, moving
 
 ALIGNMENT = 512  # bytes, as in torch's allocator of device memory
 FLAG = "--contiguous-saved-activations"

@@ -26,7 +26,8 @@ from megatron_lite.parallel.torch_internals import (
     push_function_mode,
     set_attention_order,
 )
-from megatron_lite.recompute.contents import kind_of, unobserved
+
+from .contents import kind_of, unobserved
 
 GPUS = ("cuda", "xpu")
 # What reads and what sets each. Each call of a layer reads them all, nearly all by functions of C.

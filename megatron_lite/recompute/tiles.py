@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.recompute.randomness import Generators, casts_not_cached
-from megatron_lite.recompute.replay import Conditions
+from .randomness import Generators, casts_not_cached
+from .replay import Conditions
 
 
 def run_in_tiles(

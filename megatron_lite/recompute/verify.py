@@ -17,7 +17,8 @@ from torch.nn import Parameter
 
 from megatron_lite.parallel.tensor_hash import quick_hash, read
 from megatron_lite.parallel.torch_internals import base_of
-from megatron_lite.recompute.randomness import Generators, Randomness
+
+from .randomness import Generators, Randomness
 
 STREAM = "RNG stream"
 NOT_THE_SAME = "a replay is not what its forward was at"

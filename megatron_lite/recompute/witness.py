@@ -30,20 +30,14 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron_lite.parallel.tensor_hash import Hashes, are_equal, hash_once, quick_hash
 from megatron_lite.parallel.torch_internals import address_of, tree_flatten_with_path
-from megatron_lite.recompute.call_arguments import argument_name
-from megatron_lite.recompute.contents import Contents, sharded, tensors_of, unobserved
-from megatron_lite.recompute.guard import Guard, Signature
-from megatron_lite.recompute.randomness import Generators
-from megatron_lite.recompute.replay import RecomputeMismatch
-from megatron_lite.recompute.saved import Args, Kwargs, parameter_of, version_of
-from megatron_lite.recompute.verify import (
-    NOT_THE_SAME,
-    STREAM,
-    Execution,
-    Graph,
-    described,
-    inputs_of,
-)
+
+from .call_arguments import argument_name
+from .contents import Contents, sharded, tensors_of, unobserved
+from .guard import Guard, Signature
+from .randomness import Generators
+from .replay import RecomputeMismatch
+from .saved import Args, Kwargs, parameter_of, version_of
+from .verify import NOT_THE_SAME, STREAM, Execution, Graph, described, inputs_of
 
 ROUNDING = 1e-3  # relative to a result's largest value, for kernels that add in any order
 SAVED = "saved tensor"

@@ -38,7 +38,8 @@ from megatron_lite.config.checks import parse_json
 from megatron_lite.parallel.signals import die_of
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import default_store
-from megatron_lite.supervision.exits import LEFT, START_UP, Pulse, Trouble, Verdict, judge
+
+from .exits import LEFT, START_UP, Pulse, Trouble, Verdict, judge
 
 BEAT_S = 0.5
 SILENT_S = 2.5  # a rank without a new beat for this long counts as gone or stopped

@@ -17,7 +17,8 @@ from megatron_lite.parallel.collectives import results_may_be_kept
 from megatron_lite.parallel.compiled import Gradients, Pair, applied
 from megatron_lite.parallel.torch_internals import disable_current_modes, grouped_product, is_fake
 from megatron_lite.parallel.weight_gradient import in_autocast_dtype
-from megatron_lite.tensor_parallel.rank_context import RankContext
+
+from .rank_context import RankContext
 
 ROW_BYTES = 16
 

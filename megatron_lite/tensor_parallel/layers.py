@@ -56,11 +56,9 @@ from megatron_lite.parallel.weight_gradient import (
     own_sum,
     weight_gradient,
 )
-from megatron_lite.tensor_parallel.mappings import (
-    reduce_from_tensor_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
-from megatron_lite.tensor_parallel.rank_context import RankContext
+
+from .mappings import reduce_from_tensor_parallel_region, reduce_scatter_to_sequence_parallel_region
+from .rank_context import RankContext
 
 
 def parallel_linear(

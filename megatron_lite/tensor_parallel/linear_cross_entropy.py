@@ -35,7 +35,8 @@ from megatron_lite.parallel.weight_gradient import (
     own_sum,
     weight_gradient,
 )
-from megatron_lite.tensor_parallel.cross_entropy import (
+
+from .cross_entropy import (
     Columns,
     LocalLabels,
     RowStatistics,

@@ -35,8 +35,9 @@ from megatron_lite.plan.hardware import (
     machine_of_gpu,
     save_hardware,
 )
-from megatron_lite.tools.command import check_ending, tool
-from megatron_lite.tools.report import read_run
+
+from .command import check_ending, tool
+from .report import read_run
 
 # The smallest dimension varies most, because the fit is a function of it.
 SHAPES = ((1024, 1024, 1024), (512, 512, 512), (1024, 1024, 128), (128, 1024, 1024), (64, 512, 512))

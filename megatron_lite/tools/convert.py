@@ -18,7 +18,8 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted
 from megatron_lite.config.run_flags import Parser
 from megatron_lite.parallel.signals import postponed
-from megatron_lite.tools.command import tool
+
+from .command import tool
 
 SECONDS_A_LINE = 5.0  # of progress
 FORMAT_HELP = {

@@ -39,8 +39,9 @@ from megatron_lite.parallel.torch_internals import (
 )
 from megatron_lite.plan.hardware import Hardware
 from megatron_lite.recompute.contents import tensors_of
-from megatron_lite.tools.fit import FitSettings
-from megatron_lite.tools.stand_ins import StandIns
+
+from .fit import FitSettings
+from .stand_ins import StandIns
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ATEN = torch.ops.aten

@@ -17,7 +17,8 @@ from megatron_lite.config.setting import Settings, count, required, setting, swi
 from megatron_lite.config.units import parse_bytes
 from megatron_lite.plan.auto_policy import default_reserve
 from megatron_lite.plan.hardware import load_hardware
-from megatron_lite.tools.command import tool
+
+from .command import tool
 
 MOST_GPUS = 16384
 
@@ -60,7 +61,7 @@ def _text(given: FitSettings) -> str:
         raise InputError(f"{path}: no configuration of transformers: model_type is missing")
     hardware = load_hardware(given.gpu)
     budget = hardware.memory_bytes - default_reserve(hardware.memory_bytes)
-    from megatron_lite.tools.fake_fit import fit_config
+    from .fake_fit import fit_config
 
     with input_faults():
         if given.memory_budget:

@@ -15,7 +15,8 @@ import sys
 from megatron_lite.config.checks import InputError, flag
 from megatron_lite.config.run_flags import Parser, add_flag, add_settings, run_fields, taken
 from megatron_lite.config.setting import Settings, count, setting, switch
-from megatron_lite.tools.command import tool
+
+from .command import tool
 
 
 def _add_flags(parser: Parser) -> None:
@@ -33,7 +34,7 @@ def _generate(args: argparse.Namespace) -> None:
         raise InputError(f"--greedy takes the likeliest token: leave out {others}")
     args.sampling = taken(Sampling, args)
     # Imported late: the module imports torch, which --help does not need.
-    from megatron_lite.tools.generation import run
+    from .generation import run
 
     run(args)
 

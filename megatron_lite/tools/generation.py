@@ -30,8 +30,9 @@ from megatron_lite.parallel.launch import read_launch
 from megatron_lite.parallel.messages import silent_unless
 from megatron_lite.parallel.rng import derive_seed
 from megatron_lite.parallel.state import ParallelState, parallel_state
-from megatron_lite.tools.generate import Sampling
 from megatron_lite.training.build_trainer import build_model
+
+from .generate import Sampling
 
 # --- the checkpoint ---
 

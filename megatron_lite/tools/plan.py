@@ -59,7 +59,8 @@ from megatron_lite.plan.verdict import (
     verdict,
 )
 from megatron_lite.plan.verdict_text import Training, lines, plain_stages, plain_verdict
-from megatron_lite.tools.command import check_ending, exit_status
+
+from .command import check_ending, exit_status
 
 PROGRAM = "python -m megatron_lite.tools.plan"
 MOST_COUNTS = 16

@@ -30,7 +30,8 @@ from megatron_lite.memory.measure.timeline import (
     read_timeline,
 )
 from megatron_lite.pages.document import STYLE, printable, svg_text
-from megatron_lite.tools.command import check_ending, tool
+
+from .command import check_ending, tool
 
 PANELS_IN_A_ROW, LONGEST_LINE = 4, 44
 MAX_EVENTS = 500  # in one panel: more would not be visible, and would make an SVG large

@@ -31,7 +31,8 @@ from megatron_lite.config.setting import Settings, count, required, setting, swi
 from megatron_lite.data.indexed import indexed_writer, token_dtype
 from megatron_lite.data.tokenizers import build_tokenizer, check_encodes
 from megatron_lite.parallel.signals import STOPPING
-from megatron_lite.tools.command import tool
+
+from .command import tool
 
 # Reads documents for the data tools: one JSON object per line, {"text": "..."}.
 

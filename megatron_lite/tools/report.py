@@ -30,7 +30,8 @@ from megatron_lite.config.units import GIB
 from megatron_lite.data.durable_files import write_text
 from megatron_lite.pages.document import document, number, picture
 from megatron_lite.plan.hardware import load_hardware, save_hardware
-from megatron_lite.tools.command import check_ending, tool
+
+from .command import check_ending, tool
 
 MOST_BYTES, MOST_SUMMARY_BYTES = 2**28, 2**16  # of the metrics and of each log; of the summary
 LONGEST_LINE = 2**20

@@ -13,8 +13,9 @@ from megatron_lite.config.run_flags import add_settings, taken
 from megatron_lite.config.setting import required, setting
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.parallel.messages import told_on_terminal
-from megatron_lite.tools.command import tool
-from megatron_lite.tools.preprocess_data import InputSettings, lines_of, parse_line
+
+from .command import tool
+from .preprocess_data import InputSettings, lines_of, parse_line
 
 END_OF_DOCUMENT = "<|endoftext|>"
 

@@ -27,8 +27,9 @@ import yaml
 from megatron_lite.config.checks import InputError, input_faults, parse_json
 from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.run_flags import Parser
-from megatron_lite.tools.command import tool
-from megatron_lite.tools.translators import SYSTEMS, systems_of, translated
+
+from .command import tool
+from .translators import SYSTEMS, systems_of, translated
 
 if sys.version_info >= (3, 11):
     import tomllib

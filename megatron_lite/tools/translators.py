@@ -17,16 +17,7 @@ import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_lite.tools.translation import (
-    NOTHING,
-    WHOLE_LAYERS,
-    Key,
-    Settings,
-    Table,
-    Translation,
-    everything,
-    shown,
-)
+from .translation import NOTHING, WHOLE_LAYERS, Key, Settings, Table, Translation, everything, shown
 
 Found = tuple[Sequence[str], Sequence[str]]  # the rules of a policy, and further flags
 ANYWHERE = ".*"

@@ -28,12 +28,13 @@ from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.schedule import stage_plan
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
-from megatron_lite.training.apex_kernels import fuse_weight_gradients_
-from megatron_lite.training.batches import MicroBatches, document_rules, sample_order
-from megatron_lite.training.loop import Trainer
-from megatron_lite.training.out_of_memory import check_fits, peak_lines, told_where_memory_runs_out
-from megatron_lite.training.step import StageRunner, train_step
-from megatron_lite.training.summary import here
+
+from .apex_kernels import fuse_weight_gradients_
+from .batches import MicroBatches, document_rules, sample_order
+from .loop import Trainer
+from .out_of_memory import check_fits, peak_lines, told_where_memory_runs_out
+from .step import StageRunner, train_step
+from .summary import here
 
 if TYPE_CHECKING:
     from megatron_lite.checkpointing.start import Start
@@ -166,7 +167,7 @@ def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
         start, done = None, Progress()
         attention, followed = list[str](), list[str]()
         if training.deterministic_mode:
-            from megatron_lite.training.deterministic import use_deterministic_algorithms
+            from .deterministic import use_deterministic_algorithms
 
             use_deterministic_algorithms()
         config, kernels = with_known_compiler(config, parallel)
@@ -209,7 +210,7 @@ def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
             with told_by_rank_0("building the model and its optimizer", parallel.rank):
                 runner, optimizer, accumulation = build_runner(config, parallel)
             if parallel.device.type == "cuda":
-                from megatron_lite.training import deterministic
+                from . import deterministic
 
                 if parallel.cp_size == 1 and config.model.attention_backend in KERNELS:
                     attention = deterministic.use_asked_attention_(runner.model, config, parallel)
@@ -316,7 +317,7 @@ def _add_what_flags_ask_for(trainer: Trainer) -> None:
     """Gives the trainer the parts without which most runs do."""
     config, parallel = trainer.config, trainer.parallel
     if config.training.cuda_graph_impl != "none" and parallel.device.type == "cuda":
-        from megatron_lite.training.graphs import Recorder
+        from .graphs import Recorder
 
         trainer.graphs = Recorder(
             partial(train_step, trainer.runner, trainer.optimizer),
@@ -324,12 +325,12 @@ def _add_what_flags_ask_for(trainer: Trainer) -> None:
             warmup_steps=config.training.cuda_graph_warmup_steps,
         )
     if config.logging.timing_log_level:
-        from megatron_lite.training.profiler import Timers
+        from .profiler import Timers
 
         trainer.timers = Timers(config.logging.timing_log_level, parallel)
         trainer.optimizer.timed = trainer.runner.timed = trainer.timers
     if config.profiling.profile or config.profiling.record_memory_history:
-        from megatron_lite.training.profiler import Profiler
+        from .profiler import Profiler
 
         trainer.profiler = Profiler(config, parallel, lambda text: trainer.log.line(text))
     if config.logging.log_straggler:

@@ -47,17 +47,11 @@ from megatron_lite.memory.predict.states import RankStates, update_memory
 from megatron_lite.memory.predict.step_peak import StepPeak
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.schedule import stage_plan
-from megatron_lite.training.batches import (
-    Batches,
-    DocumentRules,
-    MicroBatch,
-    cut,
-    document_rules,
-    masked_mean,
-)
-from megatron_lite.training.build_trainer import build_runner
-from megatron_lite.training.observe import held_tensors, own_states, own_step_peak
-from megatron_lite.training.step import train_step
+
+from .batches import Batches, DocumentRules, MicroBatch, cut, document_rules, masked_mean
+from .build_trainer import build_runner
+from .observe import held_tensors, own_states, own_step_peak
+from .step import train_step
 
 
 class MeasuredStep(NamedTuple):

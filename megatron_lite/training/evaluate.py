@@ -11,13 +11,15 @@ import torch
 
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.messages import told_if_slow
-from megatron_lite.training.batches import masked_mean, sample_order
-from megatron_lite.training.iteration_line import Evaluation
-from megatron_lite.training.step import TrainingError
+
+from .batches import masked_mean, sample_order
+from .iteration_line import Evaluation
+from .step import TrainingError
 
 if TYPE_CHECKING:
     from megatron_lite.data.datasets import Dataset
-    from megatron_lite.training.loop import Trainer
+
+    from .loop import Trainer
 
 
 def log_loss(trainer: Trainer, name: str) -> str | None:

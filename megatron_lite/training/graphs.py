@@ -35,10 +35,11 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.parallel.compiled import copied, first_line
 from megatron_lite.parallel.rng import RngSnapshot, RngStreams
 from megatron_lite.parallel.torch_internals import tree_leaves, tree_map, tree_map_only
-from megatron_lite.training.batches import Batches
-from megatron_lite.training.observe import Look
-from megatron_lite.training.out_of_memory import is_out_of_memory
-from megatron_lite.training.step import StepResult
+
+from .batches import Batches
+from .observe import Look
+from .out_of_memory import is_out_of_memory
+from .step import StepResult
 
 # The first step measures the kept bytes, the second one the peak, the third one is the rehearsal.
 LEAST_WARMUP = 3

@@ -22,7 +22,7 @@ from megatron_lite.memory.predict.pipeline_memory import spared_flops
 from megatron_lite.recompute.schedule import plan_model
 
 if TYPE_CHECKING:
-    from megatron_lite.training.loop import Trainer
+    from .loop import Trainer
 
 # What `peak_gib` measures, by the kind of device.
 PEAK_OF = {"cuda": "allocated on the GPU by rank 0", "cpu": "resident, of the process of rank 0"}

@@ -35,7 +35,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.units import ByteUnit, plural, size
-from megatron_lite.training.iteration_line import (
+
+from .iteration_line import (
     Evaluation,
     Interval,
     IterationRecord,
@@ -44,19 +45,13 @@ from megatron_lite.training.iteration_line import (
     peak_rate,
     run_facts,
 )
-from megatron_lite.training.observe import measures_peak
-from megatron_lite.training.summary import (
-    arguments_table,
-    file_lines,
-    ranks_line,
-    step_time_text,
-    summary_of,
-)
-from megatron_lite.training.terminal import Terminal, log_file_path, skipped_batches_path
+from .observe import measures_peak
+from .summary import arguments_table, file_lines, ranks_line, step_time_text, summary_of
+from .terminal import Terminal, log_file_path, skipped_batches_path
 
 if TYPE_CHECKING:
-    from megatron_lite.training.loop import Trainer
-    from megatron_lite.training.skipped import SkippedUpdate
+    from .loop import Trainer
+    from .skipped import SkippedUpdate
 
 LAST = 10  # iterations over which the last loss is a mean
 HEADING_EVERY = 25
@@ -98,7 +93,7 @@ class RunLog:
         log, skipped = log_file_path(run), skipped_batches_path(run)
         if not (log or config.metrics_jsonl or config.wandb_project):
             return
-        from megatron_lite.training import log_files
+        from . import log_files
 
         if log is not None:
             flag = "--save" if run.checkpoint.save is not None else "--tensorboard-dir"
@@ -193,7 +188,7 @@ class RunLog:
             self._write("metrics", f"iteration {record.iteration}", record)
         draws = config.tensorboard_dir is not None or config.wandb_project
         if draws and record.iteration % config.tensorboard_log_interval == 0:
-            from megatron_lite.training.log_files import scalars_of
+            from .log_files import scalars_of
 
             scalars = scalars_of(Interval([record], facts), facts, config)
             self._write_scalars(record.iteration, scalars)
@@ -335,7 +330,7 @@ class RunLog:
             self.line(update.line())
         path = skipped_batches_path(self._run)
         if path is not None and self._terminal is not None and "skipped" not in self._parts:
-            from megatron_lite.training.log_files import metrics_file
+            from .log_files import metrics_file
 
             self._add("skipped", metrics_file, path, update.iteration - 1, "--save")
         self._write("skipped", f"iteration {update.iteration}", update)
@@ -364,7 +359,7 @@ class RunLog:
 
         times: by the name of the timer, the milliseconds of each rank.
         """
-        from megatron_lite.training.profiler import times_text
+        from .profiler import times_text
 
         if times:
             self.line(times_text(times, self._config.timing_log_option))

@@ -31,10 +31,11 @@ from megatron_lite.config.invocation import module_of_extra
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.durable_files import written_beside
-from megatron_lite.training.iteration_line import Interval, IterationRecord, RunFacts, peak_gib
+
+from .iteration_line import Interval, IterationRecord, RunFacts, peak_gib
 
 if TYPE_CHECKING:
-    from megatron_lite.training.skipped import SkippedUpdate
+    from .skipped import SkippedUpdate
 
 
 @contextmanager

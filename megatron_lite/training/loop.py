@@ -25,10 +25,11 @@ from megatron_lite.parallel.messages import told_by_rank_0, told_if_slow
 from megatron_lite.parallel.state import ParallelState, set_timeout
 from megatron_lite.parallel.torch_internals import compiler_settings
 from megatron_lite.supervision.exits import Exits
-from megatron_lite.training.batches import MicroBatches, masked_mean
-from megatron_lite.training.iteration_line import IterationRecord
-from megatron_lite.training.log import RunLog
-from megatron_lite.training.observe import (
+
+from .batches import MicroBatches, masked_mean
+from .iteration_line import IterationRecord
+from .log import RunLog
+from .observe import (
     ActivationMeter,
     Look,
     PeakMemory,
@@ -37,16 +38,17 @@ from megatron_lite.training.observe import (
     peak_of_step,
     record_step,
 )
-from megatron_lite.training.out_of_memory import told_where_memory_runs_out
-from megatron_lite.training.step import StageRunner, StepEnd, TrainingError, train_step
-from megatron_lite.training.summary import described
+from .out_of_memory import told_where_memory_runs_out
+from .step import StageRunner, StepEnd, TrainingError, train_step
+from .summary import described
 
 if TYPE_CHECKING:
     from megatron_lite.checkpointing.saver import Saver
     from megatron_lite.checkpointing.start import Start
     from megatron_lite.supervision.slow_rank import SlowRanks
-    from megatron_lite.training.graphs import Recorder
-    from megatron_lite.training.profiler import Profiler, Timers
+
+    from .graphs import Recorder
+    from .profiler import Profiler, Timers
 
 
 @dataclass(kw_only=True)
@@ -296,7 +298,7 @@ class Trainer:
         update, progress = None, self.progress
         if record.skipped:
             # Imported late: most runs skip nothing.
-            from megatron_lite.training.skipped import judge
+            from .skipped import judge
 
             update = judge(self, record, result)
             self.log.skipped(update)
@@ -366,7 +368,7 @@ class Trainer:
         reason = None
         if self.config.training.eval_iters:
             # Imported late: a run with --eval-iters 0 has none.
-            from megatron_lite.training.evaluate import log_loss
+            from .evaluate import log_loss
 
             reason = log_loss(self, name)
         if reason is None:

@@ -27,7 +27,8 @@ from megatron_lite.memory.predict.states import rank_parameter_count
 from megatron_lite.memory.predict.step_peak import StepPeak, fullest_step_peak
 from megatron_lite.parallel.compiled import first_line
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.training.observe import own_states, own_step_peak
+
+from .observe import own_states, own_step_peak
 
 # Texts in torch's RuntimeError. numpy raises MemoryError, and CUDA usually an OutOfMemoryError.
 WORDS = (

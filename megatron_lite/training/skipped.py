@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_lite.optim.layouts import Piece
 from megatron_lite.parallel.messages import by_rank
-from megatron_lite.training.iteration_line import IterationRecord
-from megatron_lite.training.step import StepResult, TrainingError
-from megatron_lite.training.terminal import SKIPPED_BATCHES
+
+from .iteration_line import IterationRecord
+from .step import StepResult, TrainingError
+from .terminal import SKIPPED_BATCHES
 
 if TYPE_CHECKING:
-    from megatron_lite.training.loop import Trainer
+    from .loop import Trainer
 
 LOSS = "its loss"
 SPIKES_IN_A_ROW = 10  # so many end a run without --max-skipped-updates

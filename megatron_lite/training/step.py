@@ -24,8 +24,9 @@ from megatron_lite.parallel.state import ParallelState
 from megatron_lite.pipeline.executor import Forward, Links, run_actions
 from megatron_lite.pipeline.order import Action, StepOrder
 from megatron_lite.recompute.recompute_plan import keep_everything
-from megatron_lite.training.batches import Batches, MaskedMean
-from megatron_lite.training.observe import Look
+
+from .batches import Batches, MaskedMean
+from .observe import Look
 
 
 class TrainingError(RuntimeError):

@@ -24,10 +24,11 @@ from megatron_lite.config.run_flags import changed_settings, run_fields
 from megatron_lite.config.units import plural
 from megatron_lite.parallel import torch_internals
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.training.terminal import log_file_path
+
+from .terminal import log_file_path
 
 if TYPE_CHECKING:
-    from megatron_lite.training.loop import Trainer
+    from .loop import Trainer
 
 # The texts at the start of a run: its settings, what computes it, and what notices ask torch.
 #

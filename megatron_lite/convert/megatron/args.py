@@ -16,9 +16,10 @@ from megatron_lite.config.megatron_flags import REFUSED
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
 from megatron_lite.config.setting import from_plain, settings_of
 from megatron_lite.config.variants import LATENT, LatentSettings, RotarySettings, Variants
-from megatron_lite.convert.megatron.torch_file import Inert
 from megatron_lite.convert.target import new_step
 from megatron_lite.convert.weights import OUTPUT, WORDS, WeightSource
+
+from .torch_file import Inert
 
 SCALARS = (bool, int, float, str, type(None))
 MODEL_FIELDS = tuple(settings_of(ModelConfig))

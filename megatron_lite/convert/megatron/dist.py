@@ -30,8 +30,11 @@ from megatron_lite.checkpointing.start import DIST_METADATA
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted, input_size, read_input
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert.megatron import args as megatron_args
-from megatron_lite.convert.megatron.source import (
+from megatron_lite.convert.weights import LAYERS, WORDS, Shape, WeightSource, check_layers, layer_of
+from megatron_lite.parallel.torch_internals import storage_info
+
+from . import args as megatron_args
+from .source import (
     EXPERTS,
     Chunk,
     Chunked,
@@ -44,16 +47,7 @@ from megatron_lite.convert.megatron.source import (
     our_name,
     updates_of,
 )
-from megatron_lite.convert.megatron.torch_file import (
-    DTYPES,
-    LONGEST_NAME,
-    MOST_BYTES,
-    Window,
-    read_pickle,
-    read_torch_file,
-)
-from megatron_lite.convert.weights import LAYERS, WORDS, Shape, WeightSource, check_layers, layer_of
-from megatron_lite.parallel.torch_internals import storage_info
+from .torch_file import DTYPES, LONGEST_NAME, MOST_BYTES, Window, read_pickle, read_torch_file
 
 MOST_NESTED = 4  # levels of the values of an optimizer
 COMMON, SHARDS = "common.pt", "__0_0.distcp"

@@ -24,8 +24,20 @@ from megatron_lite.config.checks import InputError, Values, input_faults
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.stages import Stage, stages
-from megatron_lite.convert.megatron import args as megatron_args
-from megatron_lite.convert.megatron.source import (
+from megatron_lite.convert.weights import (
+    LAYERS,
+    OUTPUT,
+    WORDS,
+    WeightSource,
+    check_layers,
+    is_buffer,
+    layer_of,
+    parameter_specs,
+)
+from megatron_lite.parallel.parameter_spec import ParameterSpec
+
+from . import args as megatron_args
+from .source import (
     EXPERTS,
     Chunk,
     Chunked,
@@ -39,18 +51,7 @@ from megatron_lite.convert.megatron.source import (
     our_name,
     updates_of,
 )
-from megatron_lite.convert.megatron.torch_file import Window, read_torch_file
-from megatron_lite.convert.weights import (
-    LAYERS,
-    OUTPUT,
-    WORDS,
-    WeightSource,
-    check_layers,
-    is_buffer,
-    layer_of,
-    parameter_specs,
-)
-from megatron_lite.parallel.parameter_spec import ParameterSpec
+from .torch_file import Window, read_torch_file
 
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 DISTRIBUTED_OPTIMIZER = "distrib_optim.pt"

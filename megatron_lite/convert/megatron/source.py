@@ -32,7 +32,6 @@ from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError, Values
 from megatron_lite.config.input_file import crafted
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert.megatron.args import ADAM, MASTER, TABLES, progress_of, vocabulary_of
 from megatron_lite.convert.weights import (
     LAYERS,
     OUTPUT,
@@ -44,6 +43,8 @@ from megatron_lite.convert.weights import (
     layer_of,
     parameter_specs,
 )
+
+from .args import ADAM, MASTER, TABLES, progress_of, vocabulary_of
 
 MOST_UPDATES = 10**9 - 1
 

@@ -7,9 +7,10 @@ from itertools import zip_longest
 
 from megatron_lite.config.units import ByteUnit, count, flops, percent, plural, size
 from megatron_lite.description.operations import KeptTensor
-from megatron_lite.memory.explain.recompute_report import Report, flags_of
 from megatron_lite.memory.predict.states import parameter_count, rank_parameter_count
 from megatron_lite.memory.predict.step_peak import band
+
+from .recompute_report import Report, flags_of
 
 WIDTH = 100
 NAMED_TENSORS = 4

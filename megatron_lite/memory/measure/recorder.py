@@ -16,9 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.memory.measure.live_storages import LiveStorages
-from megatron_lite.memory.measure.meter import KeptForBackward, SavedTensor, running_modules
-from megatron_lite.memory.measure.timeline import (
+from megatron_lite.parallel.weights import storages_of
+from megatron_lite.recompute.phase import is_recomputing
+
+from .live_storages import LiveStorages
+from .meter import KeptForBackward, SavedTensor, running_modules
+from .timeline import (
     ACTIVATION,
     BACKWARD,
     CATEGORIES,
@@ -30,8 +33,6 @@ from megatron_lite.memory.measure.timeline import (
     Event,
     Timeline,
 )
-from megatron_lite.parallel.weights import storages_of
-from megatron_lite.recompute.phase import is_recomputing
 
 
 def record_timeline(model: nn.Module, loss_fn: Callable[[], Tensor], *, name: str) -> Timeline:

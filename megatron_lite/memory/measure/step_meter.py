@@ -37,7 +37,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.memory.measure.live_storages import LiveStorage, LiveStorages
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState, parallel_state
@@ -54,6 +53,8 @@ from megatron_lite.parallel.torch_internals import (
     schema_of,
 )
 from megatron_lite.recompute.phase import is_allocating_on_host, is_recomputing, running_modules
+
+from .live_storages import LiveStorage, LiveStorages
 
 WEIGHTS, MASTERS, GRADIENTS, OPTIMIZER = "weights", "masters", "gradients", "optimizer"
 OTHER, HOST = "other", "host"

@@ -31,8 +31,9 @@ from megatron_lite.description.model_ends import head_operations
 from megatron_lite.description.operations import Operation
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_kinds, describe_layers
-from megatron_lite.memory.predict.kept_tensors import replayed_calls
 from megatron_lite.recompute.recompute_plan import RecomputePlan
+
+from .kept_tensors import replayed_calls
 
 # Dense peak of one GPU in TFLOP/s: (words of its CUDA name, bfloat16, float32 without TF32). The
 # first match counts. The figures are from NVIDIA's data sheets, which since H100 print twice the

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from megatron_lite.description.operations import KeptTensor, LayerDescription, Operation
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.predict.kept_tensors import Term, layer_terms
-from megatron_lite.memory.predict.walk import Moment
 from megatron_lite.recompute.recompute_plan import Segment
+
+from .kept_tensors import Term, layer_terms
+from .walk import Moment
 
 
 class LayerBackward(NamedTuple):

@@ -17,11 +17,12 @@ from typing import NamedTuple
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.sizes import Sizes, first_like_stage
-from megatron_lite.memory.predict.flops import replay_flops
-from megatron_lite.memory.predict.kept_tensors import activation_bytes
-from megatron_lite.memory.predict.stage_course import stage_course
 from megatron_lite.pipeline.order import Action, StepOrder
 from megatron_lite.recompute.schedule import stage_plan
+
+from .flops import replay_flops
+from .kept_tensors import activation_bytes
+from .stage_course import stage_course
 
 
 class RankSchedule(NamedTuple):

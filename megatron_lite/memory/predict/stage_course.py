@@ -29,16 +29,11 @@ from megatron_lite.description.model_ends import (
 from megatron_lite.description.operations import LayerDescription
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
-from megatron_lite.memory.predict.kept_tensors import (
-    HEAD,
-    Term,
-    activation_bytes,
-    activation_terms,
-    segment_terms,
-)
-from megatron_lite.memory.predict.layer_backward import LayerBackward, end_name, layer_backward
-from megatron_lite.memory.predict.walk import NOT_SHARDED, NOTHING, GatheredWeights, Moment, Passage
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
+
+from .kept_tensors import HEAD, Term, activation_bytes, activation_terms, segment_terms
+from .layer_backward import LayerBackward, end_name, layer_backward
+from .walk import NOT_SHARDED, NOTHING, GatheredWeights, Moment, Passage
 
 SLOT_ALIGNMENT = 512  # bytes, as in recompute/stores.py
 CACHED = 1024

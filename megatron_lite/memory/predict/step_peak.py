@@ -32,17 +32,13 @@ from megatron_lite.config.row_blocks import hashed_at_a_time
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.predict.pipeline_memory import (
-    RankSchedule,
-    alike_ranks,
-    enough_microbatches,
-    step_microbatches,
-)
-from megatron_lite.memory.predict.stage_course import StageCourse, stage_course
-from megatron_lite.memory.predict.states import rank_states, update_memory
-from megatron_lite.memory.predict.walk import NOT_SHARDED, GatheredWeights, Moment
 from megatron_lite.pipeline.order import Action
 from megatron_lite.recompute.schedule import stage_plan
+
+from .pipeline_memory import RankSchedule, alike_ranks, enough_microbatches, step_microbatches
+from .stage_course import StageCourse, stage_course
+from .states import rank_states, update_memory
+from .walk import NOT_SHARDED, GatheredWeights, Moment
 
 EXACT, BOUND, ESTIMATE = "exact", "bound", "estimate"
 ROUNDING, CUBLAS = "rounding of the allocator", "workspaces of cuBLAS"
