@@ -39,9 +39,10 @@ FLOORS = {
 ROOF = ("arguments", "pretrain_gpt")
 # The package's own modules that stand above all folders: the command and the public functions.
 ROOF_OF_PACKAGE = ("__main__", "api")
-# The part that puts policies on models of other libraries, and the tokens that it may load.
+# The part that puts policies on models of other libraries, and the tokens that it may load. Those
+# that only `@host` and `@split` load come on top.
 OTHER_MODELS = "megatron_lite.recompute.apply"
-MOST_TOKENS_FOR_OTHER_MODELS = 30_000
+MOST_TOKENS_FOR_OTHER_MODELS = 29_000
 STANDARD_LIBRARY_ONLY = ("config", "description")
 WITHOUT_TORCH = ("data", "memory.predict", "memory.explain", "plan", "pages")
 # What fits any model knows nothing of this project's own model, engine and flags.
@@ -133,8 +134,6 @@ def test_policies_for_models_of_other_libraries_stand_alone():
         f"megatron_lite.recompute.{name}"
         for name in ("checkpoint", "layer_runner", "region_runner", "schedule")
     }
-    files = [ROOT / f"{name.replace('.', '/')}.py" for name in found]
-    assert tokens_of(files) <= MOST_TOKENS_FOR_OTHER_MODELS
 
 
 def test_importing_them_loads_torch_and_nothing_else():
@@ -152,6 +151,8 @@ print(*({name.partition(".")[0] for name in sys.modules} - before))
     ours, roots = python(program).stdout.splitlines()
     own = {"jinja2", "matplotlib", "numpy", "rich", "safetensors", "transformers", "yaml"}
     assert not own & set(roots.split())  # torch itself loads sympy
+    files = [ROOT / f"{name.replace('.', '/')}.py" for name in ours.split()]
+    assert tokens_of([each for each in files if each.is_file()]) <= MOST_TOKENS_FOR_OTHER_MODELS
     assert {"megatron_lite.api", *ours.split()} - reached_from(OTHER_MODELS) <= {
         "megatron_lite.api",
         *(f"megatron_lite.{folder}" for folder in FLOORS),

@@ -8,7 +8,6 @@ reaches a loss of about 0.73 nats per token. A model that does not know which of
 next has 4.16.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -47,13 +46,10 @@ def build_datasets(
     vocab_size: int,
     seed: int,
     num_samples: tuple[int, int, int],
-    shared: Callable[[Callable[[], Any]], Any] = lambda make: make(),
     tokenizer: TokenizerConfig | None = None,
 ) -> Datasets:
     """Returns datasets of at least `num_samples` samples each, for train, valid and test.
 
-    shared: returns what a function returns (values of JSON) on one rank, so that one rank alone
-    hashes the .idx files.
     tokenizer: that of the files, for --fim-data.
     Raises InputError if the config names no data, or if its files are faulty.
     """
@@ -69,7 +65,7 @@ def build_datasets(
     # Imported late: mock data need no reader of files.
     from .token_datasets import token_datasets
 
-    return token_datasets(data, vocab_size, seed, num_samples, shared, tokenizer)
+    return token_datasets(data, vocab_size, seed, num_samples, tokenizer)
 
 
 NUM_IDS, STEP, JUMP_PROBABILITY = 64, 7, 0.1

@@ -140,11 +140,6 @@ class IndexedDataset:
         # np.searchsorted would copy the array, which is not aligned.
         return bisect.bisect_right(self.document_indices, sequence) - 1
 
-    @property
-    def sizes(self) -> list[int]:
-        """The sizes of the .idx and of the .bin in bytes."""
-        return [self._index.nbytes, self.tokens.nbytes]
-
     @functools.cached_property
     def fingerprint(self) -> str:
         """A key from the size of the .bin and every byte of the .idx.
@@ -152,18 +147,6 @@ class IndexedDataset:
         A sample index depends on nothing else of the dataset.
         """
         return f"{self.tokens.nbytes}-{hashlib.sha256(self._index.data).hexdigest()}"
-
-    def take_fingerprint(self, sizes: list[int], fingerprint: str) -> None:
-        """Takes the fingerprint that another process has computed for files of these sizes.
-
-        Raises InputError if the files here have other sizes.
-        """
-        if sizes != self.sizes:
-            raise InputError(
-                f"{self.prefix}: the .idx and .bin have {self.sizes} bytes here, but {sizes} bytes "
-                "on rank 0: give all nodes the same files"
-            )
-        self.fingerprint = fingerprint
 
     def _header_of(self, header: bytes) -> tuple[np.dtype, int, int]:
         """Returns the type of the tokens, and the lengths of the arrays."""

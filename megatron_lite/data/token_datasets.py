@@ -1,6 +1,6 @@
 """The datasets of a run that reads token files, and their identity.
 
-Every rank builds them by itself. Only the hashes of the .idx files can come from another rank.
+Every rank builds them by itself. The trainer compares the identities of all ranks.
 
 The identity is taken from the content of the files. Two runs have equal identities if they read the
 same documents and split, weight and cut them alike. It covers every byte of the .idx, the size of
@@ -49,7 +49,6 @@ def token_datasets(
     vocab_size: int,
     seed: int,
     num_samples: Sequence[int],
-    shared: Callable[..., Any],
     tokenizer: TokenizerConfig | None,
 ) -> Datasets:
     """Returns the datasets of `build_datasets`."""
@@ -57,9 +56,6 @@ def token_datasets(
     # Each prefix is opened once, also if several splits name it.
     names = dict.fromkeys(name for path in paths if path for name in path.prefixes)
     opened = {name: IndexedDataset(name) for name in names}
-    found = shared(lambda: [[one.sizes, one.fingerprint] for one in opened.values()])
-    for one, theirs in zip(opened.values(), found, strict=True):
-        one.take_fingerprint(*theirs)
     built = [
         path and _build_split(path, opened, data, place, count, vocab_size=vocab_size, seed=seed)
         for place, (path, count) in enumerate(zip(paths, num_samples, strict=True))

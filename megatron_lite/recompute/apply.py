@@ -166,7 +166,8 @@ class _Recomputed:
 
     def _forward_of(self, layer: nn.Module) -> Callable[..., Any]:
         if self._before is None:
-            return inspect.getattr_static(type(layer), "forward").__get__(layer, type(layer))
+            found = inspect.getattr_static(type(layer), "forward")
+            return found.__get__(layer, type(layer)) if hasattr(found, "__get__") else found
         is_method = getattr(self._before, "__self__", None) is self._layer
         return self._before.__func__.__get__(layer) if is_method else self._before
 

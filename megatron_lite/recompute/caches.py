@@ -13,6 +13,7 @@ refused, like any argument that cannot be restored (call_arguments.py).
 
 import copy
 import sys
+import weakref
 from collections import UserDict
 from collections.abc import Callable
 from functools import wraps
@@ -42,6 +43,7 @@ def with_own_caches(
     places: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
     # The graph holds `run`, so it must not hold the tensors in the dictionaries.
     found = {place: _filled(each, {}) for place, each in places if isinstance(each, UserDict)}
+    callers = {place: weakref.ref(each) for place, each in places if place in found}
     has_caches = any(isinstance(each, kind) for _, each in places)
     if not found and not has_caches:
         return forward, args, kwargs
@@ -52,6 +54,9 @@ def with_own_caches(
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         def own(place: Any, value: Any) -> Any:
+            caller = callers[place]() if place in found else None
+            if caller is not None and caller.data is value:
+                return caller  # in the forward: it may have attributes
             return _filled(found[place], value) if place in found else copied(value)
 
         return forward(

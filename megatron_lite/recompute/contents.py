@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import sys
 import types
+import warnings
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from copyreg import _slotnames  # type: ignore[attr-defined]
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
@@ -224,6 +225,11 @@ class Contents:
             for name in {"_parameters", "_buffers"}.difference(exchanged):
                 for key, value in getattr(module, name).items():
                     self.add(f"{prefix}{key}", value, owner)
+        for held, name in chain.from_iterable(map(_shared, {*map(type, self._modules)})):
+            value = held.get(name)
+            if id(value) not in self._known and type(value) in USUAL:
+                items = tensors_of(self.note(name, value, name))
+                self.has_graphs |= not all(each.is_leaf for each in items)
 
     def note(self, name: str, value: Any, owner: str = "") -> list[Any]:
         """Adds a container, without what its items hold. Returns its items."""
@@ -245,7 +251,11 @@ class Contents:
         elif isinstance(value, (*CONTAINERS, nn.Module)) or not _is_of_library(value):
             if not isinstance(value, CONTAINERS):
                 owner = owner or name
-                if self._room <= 0 or (owner and not self._objects):
+                if self._room <= 0:
+                    warnings.warn(
+                        f"changes behind {MAX_PARTS:,} parts of a layer are not seen", stacklevel=2
+                    )
+                if self._room <= 0 or not self._objects:
                     return
             if isinstance(value, nn.Module):
                 self._add_modules(name, value, owner)
@@ -355,6 +365,30 @@ class Contents:
             yield value, then, items if _has(value, items) else _items(value)
         for _, value in self._empty:
             yield value, [], _items(value)
+
+
+@lru_cache
+def _shared(kind: type) -> list[tuple[Any, str]]:
+    """Returns the containers that all objects of a class share, as names and where they are found:
+    its attributes, and the globals that its methods name and the functions that these call."""
+    held = [*map(vars, kind.__mro__)]
+    functions = _of_users(value for each in held for value in each.values())
+    for each in functions[:]:
+        functions += _of_users(map(each.__globals__.get, each.__code__.co_names))
+    places = [*zip(held, held, strict=True)]
+    places += [(each.__globals__, each.__code__.co_names) for each in functions]
+    return [
+        (found, name)
+        for found, names in places
+        for name in names
+        if type(found.get(name)) in USUAL and not name.startswith("__")
+    ]
+
+
+def _of_users(values: Iterable[Any]) -> list[Any]:
+    return [
+        one for one in values if isinstance(one, types.FunctionType) and not _is_of_library(one)
+    ]
 
 
 def mapped(item: Any, function: Callable[[Any], Any]) -> Any:

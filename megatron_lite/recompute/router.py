@@ -10,8 +10,9 @@ forward calls `torch.topk` or `Tensor.topk`; a layer that calls neither pays not
 A call inside a compiled function is not seen.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_lite.parallel.torch_internals import TorchDispatchMode, disable_current_modes
 
+from .contents import unobserved
 from .saved import Handle, Kwargs, saved_value
 
 TOP_K = frozenset({torch.topk, Tensor.topk})
-Run = Callable[..., Any]  # in place of the operator: takes it, and its arguments
 
 
 class KeptChoices:
@@ -36,10 +37,12 @@ class KeptChoices:
     def keeping(self) -> AbstractContextManager[Any]:
         """Keeps copies of the indices inside the block."""
 
-        def keep(operator: Any, *args: Any, **kwargs: Any) -> Any:
-            values, indices = operator(*args, **kwargs)
-            self._kept.append(indices.clone())
-            return values, indices
+        # A layer inside one that is replayed keeps what that replay chose: `call` includes it.
+        def keep(call: Callable[[], Any]) -> Any:
+            found = call()
+            with unobserved():
+                self._kept.append(found[1].clone())
+            return found
 
         return _Calls(keep)
 
@@ -55,38 +58,39 @@ class KeptChoices:
         """Makes the calls of a replay inside the block choose as those of the forward."""
         kept = iter([*(each() for each in self._saved), *self._kept])
 
-        def reuse(operator: Any, scores: Tensor, k: int, dim: int = -1, *args: Any) -> Any:
-            indices = next(kept, None)
-            if indices is None:  # more calls than in the forward, which is an error later
-                return operator(scores, k, dim, *args)
-            with disable_current_modes():  # a mode that numbers operators must not see the gather
-                return scores.gather(dim, indices), indices.clone()
+        def reuse(call: Callable[[], Any]) -> Any:
+            with _Operator(kept):
+                return call()
 
         return _Calls(reuse)
 
 
-class _Mode:
-    def __init__(self, run: Run) -> None:
+class _Calls(TorchFunctionMode):
+    """Passes the calls of top-k to `run`."""
+
+    def __init__(self, run: Callable[[Callable[[], Any]], Any]) -> None:
         super().__init__()
         self._run = run
-
-
-class _Calls(_Mode, TorchFunctionMode):
-    """Passes the top-k operator to `run`, under the autograd of torch."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Kwargs | None = None
     ) -> Any:
-        if func not in TOP_K or torch.compiler.is_compiling():
-            return func(*args, **(kwargs or {}))
-        with _Operator(self._run):
-            return func(*args, **(kwargs or {}))
+        call = partial(func, *args, **(kwargs or {}))
+        return self._run(call) if func in TOP_K and not torch.compiler.is_compiling() else call()
 
 
-class _Operator(_Mode, TorchDispatchMode):
+class _Operator(TorchDispatchMode):
+    """Gives the operator of a top-k call its next indices, under the autograd of torch."""
+
+    def __init__(self, indices: Iterator[Tensor]) -> None:
+        super().__init__()
+        self._indices = indices
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Kwargs | None = None
     ) -> Any:
-        if func is torch.ops.aten.topk.default:
-            return self._run(func, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        indices = next(self._indices, None) if func is torch.ops.aten.topk.default else None
+        if indices is None:  # also if there are more calls than in the forward, an error later
+            return func(*args, **(kwargs or {}))
+        with disable_current_modes():  # a mode that numbers operators must not see the gather
+            return args[0].gather(args[2] if len(args) > 2 else -1, indices), indices.clone()

@@ -204,8 +204,13 @@ def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
                     vocab_size=config.tokenizer.true_vocab_size,
                     seed=training.seed,
                     num_samples=(num_samples, evaluated, evaluated),
-                    shared=parallel.from_rank_0,
                     tokenizer=config.tokenizer,
+                )
+            is_same = parallel.from_rank_0(lambda: datasets.identity) == datasets.identity
+            if not all(others := parallel.gathered(is_same)):
+                raise InputError(
+                    f"rank {others.index(False)} has other data files than rank 0: give all nodes "
+                    "the same files"
                 )
             with told_by_rank_0("building the model and its optimizer", parallel.rank):
                 runner, optimizer, accumulation = build_runner(config, parallel)

@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -69,17 +70,24 @@ def test_a_damaged_pair_ends_every_rank_with_status_2(tmp_path, damage, kind, me
         assert message in said and "Traceback" not in run.everything()
 
 
-def test_a_pair_that_only_one_node_has_damaged_ends_the_run_and_that_rank_says_why(tmp_path):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (partial(_truncate, kind="bin"), "[rank 1] error: data.bin: found 2390 bytes"),
+        (partial(_write, first=3), "rank 1 has other data files than rank 0"),  # of the same sizes
+    ],
+)
+def test_a_pair_that_one_node_has_otherwise_ends_the_run(tmp_path, damage, message):
     """Each rank is a node of its own here: the same relative path, its own files."""
     for rank in range(2):
         _write(tmp_path / str(rank) / "data")
-    _truncate(tmp_path / "1" / "data", "bin")
+    damage(tmp_path / "1" / "data")
     with program(
         [*RUN, "--data-path", "data"], ranks=2, prepare=lambda rank: os.chdir(tmp_path / str(rank))
     ) as run:
         run.ends(2, 2)
         (said,) = run.messages()
-        assert "[rank 1] error: data.bin: found 2390 bytes" in said
+        assert message in said
 
 
 @pytest.mark.long

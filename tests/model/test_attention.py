@@ -5,8 +5,10 @@ from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.backend_registration as backends
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -60,8 +62,6 @@ def noted(kept, tensor):
 def wrong_on_cuda(rank, world_size):
     """Returns what is kept and described where both differ, and where a mask of s x s is made, on
     tensors without values. Where torch chooses, it is made to choose cuDNN's kernel."""
-    import torch.utils.backend_registration as backends
-
     if not hasattr(torch, "standin"):
         backends._setup_privateuseone_for_python_backend("standin")
     s, b, a, d = 256, 2, 4, 8
@@ -121,5 +121,6 @@ def wrong_on_cuda(rank, world_size):
     return found
 
 
+@pytest.mark.skipif(not hasattr(backends, "_DummyBackendModule"), reason="no device of Python")
 def test_what_attention_keeps_on_cuda_is_described():
     assert run_ranks(wrong_on_cuda, 1) == [{}]

@@ -229,6 +229,7 @@ def packages(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
+@NEEDS_GRAD_DTYPE
 @pytest.mark.parametrize(
     "init", ["from pyramid_mailer.interfaces import IMailer", "raise SystemExit(3)", "x = 1"]
 )

@@ -131,6 +131,21 @@ def test_a_choice_costs_its_indices_and_survives_a_second_backward(monkeypatch):
     assert kept[0] == 2 * (hidden + indices + generator) + hidden < kept[1] + 2 * generator
 
 
+def test_a_layer_inside_a_layer_keeps_what_the_replay_of_the_outer_one_chose(monkeypatch):
+    found, restart = [], noise(monkeypatch)
+    for policy in ("*:full", None):
+        torch.manual_seed(1)
+        model = InOrder(lambda: InOrder(Routed))
+        if policy is not None:
+            put(model, policy)
+            for layer in model.layers:
+                put(layer, policy)
+        restart()
+        squares(model, 0).backward()
+        found.append([each.grad for each in model.parameters()])
+    assert_equal(*found)
+
+
 def test_a_layer_without_top_k_pays_nothing_and_a_policy_that_says_router_tells_it():
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
     apply_policy_(model, layers_fqn="", policy="*:full+router")

@@ -12,12 +12,13 @@ import os
 import random
 import threading
 from array import array
-from collections import Counter, OrderedDict, deque, namedtuple
+from collections import Counter, OrderedDict, UserDict, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import CellType, MethodType
+from typing import ClassVar
 from unittest import mock
 
 import numpy as np
@@ -556,6 +557,40 @@ def caught(model, number):
     return loss
 
 
+SHARED = []
+
+
+def share(loss):
+    """Collects a loss in a list of this module, as megablocks does."""
+    SHARED.append(loss)
+
+
+class Shares(Block):
+    """Collects losses in lists of its class and of its module. It counts in a dictionary that has
+    attributes."""
+
+    losses: ClassVar = []
+
+    def forward(self, hidden, counts):
+        counts.calls += 1
+        hidden = self.body(hidden) * counts.calls
+        self.losses.append(hidden.mean())
+        share(hidden.square().mean())
+        return hidden
+
+
+def shared(model, number):
+    counts = UserDict()
+    counts.calls = 0
+    hidden = model.embedding(batches()[number])
+    for layer in model.layers:
+        hidden = layer(hidden, counts)
+    loss = sum([hidden.sum(), *Shares.losses, *SHARED])
+    Shares.losses.clear()
+    SHARED.clear()
+    return loss
+
+
 def by_many_vectors(model, number):
     rows = torch.autograd.functional.jacobian(
         model, batches()[number], create_graph=True, vectorize=True
@@ -788,6 +823,7 @@ UNLISTED = {
     "hidden modules, and layers that call each other": case(Nested),
     "modules, functions and attributes of arguments": case(Remotes),
     "what hooks caught, in a list that is emptied before backward": case(Block, caught),
+    "lists of its class and of its module": case(Shares, shared),
     "a Jacobian by many vectors at once": case(Block, by_many_vectors),
     "a backward in inference mode": case(Block, in_inference_mode),
     "a sparse argument": case(Graphs),

@@ -9,6 +9,7 @@ What is written is for Megatron's local layer spec, with a module for each exper
 one rank are in memory at a time, so each tensor is read once for every TP rank.
 """
 
+import gc
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -312,6 +313,7 @@ def write(source: WeightSource, path: Path, *, tp_size: int = 1, pp_size: int = 
             # The modules of one expert follow those of another.
             own = lru_cache(OF_AN_EXPERT)(partial(part, tp_rank=tp_rank))
             torch.save(value | _state_dict(source, specs, stage, own), file)
+            gc.collect()  # torch 2.8 keeps what it saved in a cycle
 
 
 def _state_dict(
