@@ -100,7 +100,10 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
     rotary_base: int = count("base of the rotary frequencies", 10000)
     rotary_percent: float = setting("share of a head's channels that is rotated", 1.0)
     use_rope_scaling: bool = switch(
-        "scale the rotary frequencies by Llama 3.1's rule", without="position_embedding_type=rope"
+        "scale the rotary frequencies by Llama 3.1's rule",
+        without="position_embedding_type=rope",
+        excludes="rope_type=yarn/longrope",
+        why="each of them scales the frequencies by its own rule",
     )
     rope_scaling_factor: float = setting(
         "factor of --use-rope-scaling", 8.0, least=1.0, without="use_rope_scaling"

@@ -37,6 +37,7 @@ class Here(NamedTuple):
 
 
 UNKNOWN = Here()
+LOST_IN_BF16 = 2.0**-8  # a share of a number that is rounded away
 
 
 def notices(
@@ -88,7 +89,7 @@ def _unread(config: RunConfig, given: Collection[str]) -> Iterator[str]:
         for name in ("overlap_grad_reduce", "ddp_bucket_size"):
             always[name] = "under --use-torch-fsdp2, which always overlaps, layer by layer"
     values = config.values
-    if config.model.always_unfused:
+    if config.model.builds_scores("cpu"):  # on some device
         values["attention_backend"] = "unfused"
     for name, one in run_fields().items():
         why = always.get(name)
@@ -107,6 +108,13 @@ def _of_run(config: RunConfig) -> Iterator[str]:
         yield (
             "GELU has its tanh form; Megatron computes the exact one if the linear layers have no "
             "bias: --no-bias-gelu-fusion"
+        )
+    optimizer = config.optimizer
+    if optimizer.exp_avg_sq_dtype == "bf16" and 1.0 - optimizer.adam_beta2 <= LOST_IN_BF16:
+        yield (
+            f"--exp-avg-sq-dtype bf16 with --adam-beta2 {optimizer.adam_beta2}: bfloat16 rounds a "
+            "decay of 1/256 and less away, so the mean square never falls: give fp16, or a "
+            "--adam-beta2 below 0.996"
         )
     if model.attn_logit_softcapping and model.attention_backend != "unfused":
         yield "--attn-logit-softcapping: attention builds its scores, as no flash kernel caps them"
@@ -277,6 +285,14 @@ def _of_log(
     config: RunConfig, device: str, world_size: int, is_alone: bool, here: Here
 ) -> Iterator[str]:
     training, precision = config.training, config.training.precision
+    schedule = config.batch_schedule(config.parallel.data_parallel_size(world_size))
+    number = schedule.num_microbatches(schedule.full)
+    if config.optimizer.main_grads_dtype == "bf16" and number * LOST_IN_BF16 >= 1.0:
+        yield (
+            f"--main-grads-dtype bf16 adds {number} micro-batches a step, and a sum in bfloat16 "
+            "loses what is below 1/256 of it, so that gradients shrink: make micro-batches "
+            "larger, or give fp32"
+        )
     if here.torch_lacks:
         yield f"{here.torch_lacks}: what needs them raises an error"
     if config.optimizer.stochastic_rounding:

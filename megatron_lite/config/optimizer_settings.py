@@ -14,6 +14,7 @@ FLOAT32 = 4
 FORMATS = {"fp32": FLOAT32, "bf16": 2, "fp16": 2}  # bytes of an element
 # The most elements of a parameter that are read in another format, or copied to the host, at once.
 PART = 2**24
+WORDS = "embedding.word_embeddings.weight"
 SMALL = 2**16  # below, one kernel for many parts is better than one for each
 
 PRECISION_AWARE = dict(needs="use_precision_aware_optimizer")
@@ -180,21 +181,25 @@ class OptimizerConfig(Settings):
         """Whether a gradient, a main weight or a moment has another format than float32."""
         return {self.main_grads_dtype, *self.formats} != {"fp32"}
 
-    def on_host(self, pieces: Iterable[tuple[bool, int]]) -> list[bool]:
+    def on_host(self, pieces: Iterable[tuple[str, bool, int]]) -> list[bool]:
         """Returns which pieces of a rank have their main weight and states on the host.
 
-        Those are the largest, until they have the fraction of all elements. Muon's matrices stay on
-        the device.
-        pieces: (whether it is a matrix of a layer, elements).
+        Those are the word embedding, of which two stages may have a copy that must stay equal, and
+        then the largest, until they have the fraction of all elements. Muon's matrices stay on the
+        device.
+        pieces: (name, whether it is a matrix of a layer, elements).
         """
         movable = [
-            0 if of_matrix and self.optimizer == MUON else number for of_matrix, number in pieces
+            (name == WORDS, 0 if of_matrix and self.optimizer == MUON else number)
+            for name, of_matrix, number in pieces
         ]
-        left = self.optimizer_offload_fraction * sum(movable) * self.optimizer_cpu_offload
+        whole = sum(number for _, number in movable)
+        left = self.optimizer_offload_fraction * whole * self.optimizer_cpu_offload
         found = [False] * len(movable)
-        for place in sorted(range(len(movable)), key=lambda one: -movable[one]):
-            found[place] = left > 0 and movable[place] > 0
-            left -= movable[place]
+        for place in sorted(range(len(movable)), key=movable.__getitem__, reverse=True):
+            number = movable[place][1]
+            found[place] = left > 0 and number > 0
+            left -= number
         return found
 
 

@@ -120,7 +120,7 @@ class LatentSettings(Settings):
         "keys and values of all heads from one latent vector a token, as in DeepSeek-V2",
         needs="position_embedding_type=rope rotary_percent=1.0",
         excludes="group_query_attention add_qkv_bias no_rope_freq use_rope_scaling "
-        "rotary_seq_len_interpolation_factor rotary_base_local",
+        "rotary_seq_len_interpolation_factor rotary_base_local qk_layernorm_scope=all-heads",
         why="its heads share a rotated part, and its values are smaller than its keys",
     )
     q_lora_rank: int | None = count(

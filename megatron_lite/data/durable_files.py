@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import errno
 import hashlib
 import os
 from collections.abc import Iterator
@@ -42,6 +43,8 @@ def written_beside(path: str, *, name: str | None = None) -> Iterator[str]:
 
     name: the name to yield; the default contains the number of this process.
     """
+    if os.path.exists(path) and not os.path.isfile(path) and name is None:
+        raise OSError(errno.EEXIST, "is no regular file, so it is not replaced", path)
     tmp = name or f"{path}.tmp-{os.getpid()}"
     try:
         yield tmp

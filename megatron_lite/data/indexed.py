@@ -135,6 +135,17 @@ class IndexedDataset:
         first = int(self._offsets[sequence]) // self.dtype.itemsize
         return self.tokens[first + start : first + stop]
 
+    def check_ids(self, ids: ndarray, vocab_size: int, where: str = "it") -> None:
+        """Raises InputError if an id is outside the vocabulary."""
+        # As numbers without a sign, negative ids are above all others.
+        outside = ids[ids.astype(np.int64).view(np.uint64) >= vocab_size]
+        if outside.size:
+            raise InputError(
+                f"{self.bin_path}: {where} holds token id {outside[0]}, but the vocabulary has "
+                f"{vocab_size} ids: use the tokenizer that wrote the data, or the --vocab-size it "
+                "had"
+            )
+
     def document_of(self, sequence: int) -> int:
         """Returns the number of the document to which a sequence belongs, counted from 0."""
         # np.searchsorted would copy the array, which is not aligned.

@@ -77,7 +77,7 @@ def token_datasets(
     parts = [  # of the identity of each split, in their order
         {
             "weights": path and path.weights and list(path.weights),
-            "files": [_content(opened[name]) for name in path.prefixes] if path else [],
+            "files": [_content(opened[name], vocab_size) for name in path.prefixes] if path else [],
         }
         for path in paths
     ]
@@ -167,13 +167,17 @@ def _build_split(
     return found
 
 
-def _content(dataset: IndexedDataset) -> str:
+def _content(dataset: IndexedDataset, vocab_size: int) -> str:
+    """Returns the identity of a file. Raises InputError if an id of its sample of bytes is outside
+    the vocabulary."""
     digest = hashlib.sha256(dataset.fingerprint.encode())
     content = dataset.tokens.view(np.uint8)
     for start in np.linspace(
         0, max(0, content.nbytes - SAMPLE_BYTES), SAMPLES, dtype=np.int64
     ).tolist():
         digest.update(content[start : start + SAMPLE_BYTES].tobytes())
+        first, size = start // dataset.dtype.itemsize, SAMPLE_BYTES // dataset.dtype.itemsize
+        dataset.check_ids(dataset.tokens[first : first + size], vocab_size)
     return digest.hexdigest()[:16]
 
 

@@ -40,6 +40,7 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 OF_SEQUENCES, OF_STEP = "seq_aux_loss", "global_aux_loss"
 SMALL = 1e-20  # Megatron's, in the sum of sigmoid scores
 SINKHORN_SMALL, SINKHORN_TOLERANCE = 1e-8, 1e-4  # Megatron's too
+SINKHORN_ROUNDS = 300  # rounding alone may change the factors of an expert that no token wants
 
 
 class Routing(NamedTuple):
@@ -158,8 +159,10 @@ class Router(nn.Module):
             tensor.zero_()
 
     @torch.no_grad()
-    def update_bias(self) -> None:
+    def update_bias(self, skipped: Tensor) -> None:
         """Moves each expert's bias by one step towards balance, after a step (2408.15664, alg. 1).
+
+        skipped: 0-d, 1 if the step was skipped, so that no bias moves.
 
         Issues an all-reduce of the counts over the data- and context-parallel ranks, and under
         sequence parallelism over the TP group.
@@ -168,7 +171,7 @@ class Router(nn.Module):
             return
         counts = all_reduce_(self.tokens_per_expert.clone(), self.context.dp_cp_group)
         counts = all_reduce_(counts, self.tokens_group)
-        error = counts.mean() - counts
+        error = (counts.mean() - counts) * (1.0 - skipped)
         self.expert_bias.add_(error.sign(), alpha=self.config.moe_router_bias_update_rate)
 
     def _losses(self, logits: Tensor, counts: Sequence[Tensor]) -> Iterator[_Term]:
@@ -188,6 +191,8 @@ class Router(nn.Module):
                 total = chosen.sum() / config.moe_router_topk
             scores = _balance_scores(logits, config).view(-1, columns, num_experts).sum(0)
             factor = num_experts / (config.moe_router_topk * columns * total * total)
+            if kind == OF_STEP:  # a part of the loss of all ranks, of which the step takes the mean
+                factor = factor * own.dp_size
             loss = (scores * chosen).sum() * factor
             yield _Term(0, loss, coefficient, coefficient / all_coefficients)
         if config.moe_z_loss_coeff:  # the mean square of logsumexp (2202.08906, eq. 5)
@@ -314,7 +319,9 @@ def _sinkhorn(logits: Tensor) -> Tensor:
     to about the same. The host waits for the end of every round."""
     scores = logits.float().exp()
     columns, change = torch.ones_like(scores[0]), torch.tensor(float("inf"))
-    while change > SINKHORN_TOLERANCE:
+    for _ in range(SINKHORN_ROUNDS):
+        if change <= SINKHORN_TOLERANCE:
+            break
         rows = 1.0 / (len(scores) * ((columns * scores).sum(1) + SINKHORN_SMALL))
         scaled = 1.0 / (scores.shape[1] * ((rows.unsqueeze(1) * scores).sum(0) + SINKHORN_SMALL))
         columns, change = scaled, (columns - scaled).abs().mean()

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.config.optimizer_settings import WORDS, OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.parallel.collectives import (
     Group,
@@ -54,7 +54,7 @@ from .stored import new_state, write_whole_
 
 SUMS_ACROSS = "set_requires_all_reduce"  # a method of FSDP2's units
 # The weights that --decoupled-lr is for, by the ends of their names.
-ENDS = ("embedding.word_embeddings.weight", "output_layer.weight")
+ENDS = (WORDS, "output_layer.weight")
 
 
 class Piece(NamedTuple):
@@ -185,7 +185,9 @@ class Bucketed:
         if self.shard_group is not None:
             self._weights = {one: _joined(one, self._parameters) for one in self.gradients.buckets}
         views = list(self._views())
-        hosted = config.on_host([(bool(one.spec.matrices), one.weight.numel()) for one in views])
+        hosted = config.on_host(
+            (one.name, bool(one.spec.matrices), one.weight.numel()) for one in views
+        )
         return list(map(self._with_master, views, hosted))
 
     def _views(self) -> Iterator[Piece]:

@@ -15,12 +15,13 @@ fault becomes one error, within a bounded time.
 import concurrent.futures
 import hashlib
 import ipaddress
+import itertools
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -66,13 +67,21 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
     return result.result(timeout=seconds)
 
 
+# The stores of this process, and the numbers of the runs that met there: the first run's store goes
+# on holding its port.
+MET = dict[Launch, tuple[dist.Store, Iterator[int]]]()
+
+
 def meet(
     launch: Launch, settings: Mapping[str, str], *, tp_size: int, timeout: timedelta
 ) -> dist.Store:
     """Returns the store of this run, once every rank has arrived there with the same settings."""
-    store = join_store(launch, timeout)
-    # A restarted run must not read the addresses that the run before it left in a shared store.
-    store = dist.PrefixStore(f"attempt{launch.restart_count}", store)
+    if launch not in MET:
+        MET[launch] = join_store(launch, timeout), itertools.count()
+    store, meetings = MET[launch]
+    # A restarted run must not read the addresses that the run before it left in a shared store, nor
+    # one that this process starts after another.
+    store = dist.PrefixStore(f"attempt{launch.restart_count}.{next(meetings)}", store)
     start, arrival = dist.PrefixStore("start", store), {**own_place(), "settings": settings}
     limit = timeout.total_seconds() + NOTICE_EVERY_S + READERS_HAVE_S + 10.0
     try:  # a request to a store has no time limit of its own

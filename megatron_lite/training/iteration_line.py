@@ -109,6 +109,15 @@ class Evaluation(NamedTuple):
     perplexity: float
 
 
+def flops_of(record: IterationRecord, facts: RunFacts) -> list[float]:
+    """Returns the model's and the hardware's FLOPs of a full batch that attends as this one did."""
+    share = 1.0 if record.attended is None else record.attended
+    return [
+        beside + share * (whole - beside)
+        for whole, beside in zip(facts.flops, facts.beside_attention, strict=True)
+    ]
+
+
 class Interval:
     """The figures of some iterations in a row, whose batches may be smaller than the full one.
 
@@ -138,11 +147,7 @@ class Interval:
         # The seconds of an iteration with the full batch, at this speed.
         full = facts.batch_size * milliseconds / samples / 1000.0
         self.tokens_per_second = facts.tokens / full
-        share = 1.0 if self.last.attended is None else self.last.attended
-        flops, hardware_flops = [
-            beside + share * (whole - beside)
-            for whole, beside in zip(facts.flops, facts.beside_attention, strict=True)
-        ]
+        flops, hardware_flops = flops_of(self.last, facts)
         self.teraflops = flops / full / facts.world_size / 1e12
         self.utilization = {}
         if facts.peak_flops is not None:

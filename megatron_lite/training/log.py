@@ -41,6 +41,7 @@ from .iteration_line import (
     Interval,
     IterationRecord,
     clock,
+    flops_of,
     iteration_line,
     peak_rate,
     run_facts,
@@ -133,7 +134,7 @@ class RunLog:
                 with suppress(Exception):  # whatever a package raises is no reason to fail
                     part.close()
 
-    def _try(self, name: str, what: str, write: Callable[..., None], *args: object) -> None:
+    def attempt(self, name: str, what: str, write: Callable[..., None], *args: object) -> None:
         """Writes to one part of the log. The first fault of each part is a warning in the others.
 
         A package may raise any error.
@@ -151,7 +152,7 @@ class RunLog:
 
     def _write(self, key: str, what: str, *args: object) -> None:
         if (part := self._parts.get(key)) is not None:
-            self._try(part.name, what, part.write, *args)
+            self.attempt(part.name, what, part.write, *args)
 
     def line(self, text: str) -> None:
         """Prints one line, and writes it to the log file."""
@@ -268,7 +269,7 @@ class RunLog:
 
             path = f"{self._config.metrics_jsonl}.summary.json"
             text = json.dumps(summary, indent=2)
-            self._try(path, "the summary", write_text, path, f"{text}\n")
+            self.attempt(path, "the summary", write_text, path, f"{text}\n")
 
     def _totals(self, step_time: str) -> Iterator[tuple[str, str]]:
         """Yields the names and the texts of the totals of a run that has trained.
@@ -281,7 +282,7 @@ class RunLog:
         skipped = progress.skipped_iterations - start.skipped_iterations
         tokens, share = samples * facts.tokens // facts.batch_size, ""
         if facts.peak_flops is not None:
-            flops = facts.flops[0] * samples / facts.batch_size
+            flops = flops_of(last[-1], facts)[0] * samples / facts.batch_size
             share = f", MFU {100.0 * flops / (facts.peak_flops * facts.world_size * seconds):.1f}%"
         yield (
             "trained",

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.run import RunConfig
@@ -93,6 +95,8 @@ class Trainer:
     seconds: list[float] = field(default_factory=list)
     _num_steps: int = 0  # of this start
     _saved_at: int = -1
+    _attended: Tensor | None = None
+    _reported: int = 0  # the steps of which the timers have told
 
     def run(self, exits: Exits | None = None, printed: Sequence[str] = ()) -> Progress:
         """Trains from the step that `--load` chose to the end, or until `exits` ends the run.
@@ -227,7 +231,7 @@ class Trainer:
         consumed = before + batch_size
         learning_rate = self.schedule.at(before)
         decoupled_learning_rate = self.schedule.decoupled_at(before)
-        logged = iteration % logging.log_interval == 0
+        logged = iteration % logging.log_interval == 0 or iteration == self.num_iterations
         batches = replace(
             self.samples,
             consumed_samples=before,
@@ -263,11 +267,14 @@ class Trainer:
             "skipped": result.update.skipped,
             "loss_scale": result.loss_scale,
         }
+        if config.data.reset_attention_mask:
+            # It takes a pass over the samples, so a row without it has the one before.
+            if logged or self._attended is None:
+                self._attended = batches.attended()
+            figures["attended"] = self._attended
         if logged:
             if logging.log_params_norm:
                 figures["params_norm"] = self.optimizer.params_norm()
-            if config.data.reset_attention_mask:
-                figures["attended"] = batches.attended()
             if logging.log_num_zeros_in_grad:
                 figures["num_zeros"] = self.optimizer.num_zeros_in_grad()
             if config.model.num_experts is not None:
@@ -319,7 +326,8 @@ class Trainer:
             for line in self.slow_ranks.lines() if self.slow_ranks is not None else ():
                 self.log.line(line)
             if self.timers is not None:
-                self.log.times(self.timers.report(logging.log_interval), iteration)
+                since, self._reported = len(self.seconds) - self._reported, len(self.seconds)
+                self.log.times(self.timers.report(since), iteration)
 
     @contextmanager
     def _looks(self) -> Iterator[Look | None]:
@@ -340,7 +348,7 @@ class Trainer:
                 self.log.line(f"warning: {fault}")
             return
         if self._num_steps == 2 and path is not None and self.parallel.rank == 0:
-            look = partial(record_step, path, config)
+            look = partial(record_step, partial(self.log.attempt, path), path, config)
         if self._num_steps == 1 or not measures_peak(config, self.parallel.device):
             yield look
             return

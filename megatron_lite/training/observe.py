@@ -242,11 +242,17 @@ def held_tensors(
 
 
 def record_step(
-    path: str, config: RunConfig, model: GPTModel, plan: RecomputePlan, run: Callable[[], Tensor]
+    attempt: Callable[..., None],
+    path: str,
+    config: RunConfig,
+    model: GPTModel,
+    plan: RecomputePlan,
+    run: Callable[[], Tensor],
 ) -> Tensor:
     """Writes the memory timeline of a micro-batch of a whole model, and the predicted bytes.
 
     Runs the forward `run` and its backward. Returns the loss, detached.
+    attempt: as `RunLog.attempt`, for this path.
     """
     # Imported here because the import takes seconds.
     from megatron_lite.memory.measure.recorder import record_timeline
@@ -262,5 +268,6 @@ def record_step(
     timeline = record_timeline(model, noted, name=str(config.recompute.policy))
     sizes = Sizes.of(config, device=losses[0].device.type, stage=model.stage)
     predicted = tuple(kept_course(plan, sizes))
-    write_timeline(timeline._replace(predicted=predicted), path)
+    timeline = timeline._replace(predicted=predicted)
+    attempt("the memory timeline", write_timeline, timeline, path)
     return losses[0]

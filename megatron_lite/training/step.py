@@ -136,7 +136,7 @@ def train_step(
             learning_rate, loss, decoupled_learning_rate=decoupled_learning_rate
         )
     for router in runner.routers:
-        router.update_bias()
+        router.update_bias(update.skipped)
     return StepResult(
         loss,
         update,

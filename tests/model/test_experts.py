@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.model.experts import MixtureOfExperts
-from megatron_lite.model.router import Router
+from megatron_lite.model.router import Router, _sinkhorn
 from megatron_lite.recompute.region_runner import Choices, Regions
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tensor_parallel.grouped_linear import GroupedLinear
@@ -107,6 +107,22 @@ def test_a_dry_run_has_the_shapes_of_grouped_products(dtype):
         output.sum().backward()
     assert output.shape == (9, 32) and rows.grad is not None and layer.weight.grad is not None
     assert (rows.grad.shape, layer.weight.grad.shape) == (rows.shape, layer.weight.shape)
+
+
+def test_a_skipped_step_moves_no_bias():
+    with layer_of(config_of(**DEEPSEEK)) as (layer, regions):
+        layer(torch.randn(S, B, H, dtype=torch.float64), regions)
+        for skipped in (1.0, 0.0):
+            layer.router.update_bias(torch.tensor(skipped))
+            assert layer.router.expert_bias.any() == (not skipped)
+
+
+def test_an_expert_that_no_token_wants_ends_sinkhorn_too():
+    """Rounding alone moves its factor in every round."""
+    logits = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)) - torch.tensor(
+        [0, 0, 0, 20]
+    )
+    assert _sinkhorn(logits).argmax(1).bincount(minlength=4).tolist() == [2, 2, 2, 2]
 
 
 ODD = {

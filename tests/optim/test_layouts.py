@@ -4,7 +4,7 @@ run in the same order, bit for bit as replicas do."""
 import pytest
 import torch
 
-from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.config.optimizer_settings import WORDS, OptimizerConfig
 from tests.support.equality import difference
 from tests.support.layouts import LAYOUTS, differing, train
 from tests.support.models import tp_state
@@ -60,6 +60,12 @@ def train_everywhere(rank, world_size, tp_size, name, options, layouts):
             layout: train(name, parallel, LAYOUTS[layout], steps=STEPS, **options)
             for layout in layouts
         }
+
+
+def test_the_word_embedding_is_the_first_on_the_host():
+    """Two stages may hold it, beside weights of other sizes."""
+    config = OptimizerConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=0.1)
+    assert config.on_host([("a", False, 90), (WORDS, False, 10)]) == [False, True]
 
 
 @pytest.mark.runs(ci=3)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_lite.config.checks import InputError
 from megatron_lite.parallel import messages, startup
 from megatron_lite.parallel.launch import Launch
-from megatron_lite.parallel.startup import check_start, join_store, own_place, settings_of
+from megatron_lite.parallel.startup import check_start, join_store, meet, own_place, settings_of
 from megatron_lite.parallel.state import parallel_state
 from tests.support.limits import HANG_S, patiently
 from tests.support.ports import free_port
@@ -68,6 +68,12 @@ def test_a_port_of_another_program_is_named(rank, says, message):
     with listener(says) as port, pytest.raises(InputError, match=message.format(port)):
         join_store(launch(port, rank=rank), timedelta(seconds=1))
     assert time.monotonic() - began < HANG_S
+
+
+def test_a_process_may_start_several_runs():
+    own = launch(free_port(), rank=0)._replace(world_size=1)
+    stores = [meet(own, {"--lr": rate}, tp_size=1, timeout=LONG) for rate in ("1", "2")]
+    assert len(stores) == 2
 
 
 def test_nobody_who_listens_is_named_with_the_flag():

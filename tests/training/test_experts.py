@@ -145,6 +145,22 @@ def of_one_process(**settings):
         return outcome(metrics), rows(metrics)[0]
 
 
+def test_a_balance_over_all_ranks_is_that_of_one_process(tmp_path):
+    """One micro-batch of two samples, and one of one sample on each of two ranks."""
+    found = []
+    for layout, size in (("", 2), ("zero1", 1)):
+        train(
+            layout,
+            tmp_path / str(size),
+            micro_batch_size=size,
+            global_batch_size=2,
+            moe_router_load_balancing_type="global_aux_loss",
+        )
+        found.append([one[1:3] for one in outcome(tmp_path / str(size))])
+    for one, other in zip(*found, strict=True):
+        assert other == pytest.approx(one, rel=2e-5)
+
+
 @pytest.mark.runs(daily=4, ci=8)
 @pytest.mark.parametrize("layout", [*list(LAYOUTS)[:3], *ODD, *list(LAYOUTS)[3:]])
 def test_every_layout_trains_as_one_process_does(layout, tmp_path):

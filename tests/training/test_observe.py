@@ -3,6 +3,8 @@
 The kept bytes of runs whose weights are sharded over data-parallel ranks.
 """
 
+import os
+
 import pytest
 import torch
 
@@ -91,6 +93,13 @@ def test_a_timeline_of_the_run_is_written_and_changes_nothing(tmp_path):
     exact = [one for one in points if one[1].phase != "forward" or one[1].first_layer < 0]
     assert len(exact) == 5
     assert all(point.num_bytes == event.kept_bytes for event, point in exact)
+
+
+def test_a_timeline_that_cannot_be_written_ends_no_run(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    run_to_end(tiny_run(train_iters=3, memory_timeline=str(tmp_path / "pipe")))
+    assert "could not be written (is no regular file, so" in capsys.readouterr().out
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_a_replay_that_differs_ends_the_program_with_one_line_that_names_it(monkeypatch, capsys):

@@ -23,6 +23,17 @@ def test_the_text_is_that_of_megatron_core(option, monkeypatch):
     assert times_text(TIMES, option) == oracle.get_all_timers_string(list(TIMES), 1.0)
 
 
+def test_the_last_iteration_is_logged_with_the_times_since_the_line_before(tmp_path, monkeypatch):
+    counts, path = [], tmp_path / "rows"
+    monkeypatch.setattr(Timers, "report", lambda timers, number: counts.append(number) or {})
+    config = tiny_run(
+        metrics=path, train_iters=5, log_interval=3, timing_log_level=1, log_params_norm=True
+    )
+    run_to_end(config)
+    logged = [row["iteration"] for row in rows(path) if row.get("params_norm")]
+    assert logged == [3, 5] and counts == [3, 2]
+
+
 @pytest.mark.runs
 @pytest.mark.parametrize("pp_size", [1, 2])
 def test_each_level_shows_its_timers_and_changes_no_figure(tmp_path, capfd, pp_size):

@@ -128,7 +128,7 @@ def _states(settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int)
     own_ranks = [rank * bucket.shards // shards for bucket in buckets]  # of copies of experts too
     is_matrix = {one.name: _is_matrix(one) for one in held}
     pieces = [
-        (is_matrix[name], part.stop - part.start)
+        (name, is_matrix[name], part.stop - part.start)
         for bucket, own in zip(buckets, own_ranks, strict=True)
         for name in bucket.places
         for part in (bucket.own_part(name, own),)
@@ -138,7 +138,7 @@ def _states(settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int)
     hosted = options.on_host(pieces)
     main = FORMATS[options.main_params_dtype] if element < FLOAT32 else FLOAT32
     here, there = (
-        [piece for piece, moved in zip(pieces, hosted, strict=True) if moved == on_host]
+        [piece[1:] for piece, moved in zip(pieces, hosted, strict=True) if moved == on_host]
         for on_host in (False, True)
     )
     part = min(PART, max((number for _, number in there), default=0))
