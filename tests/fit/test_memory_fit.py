@@ -186,6 +186,13 @@ def held(model):
     return sum({one.data_ptr(): one.nbytes() for one in found}.values())
 
 
+def fit_and_remove(model, step, budget=None, **options):
+    """Returns what a fit has found. The model is as before."""
+    fit = fit_memory_(model, budget, step=step, **options)
+    fit.remove()
+    return fit
+
+
 def check(model, step, shares):
     """Fits the model to budgets between the smallest and the plain peak. Returns how far the worst
     prediction was off."""
@@ -354,8 +361,7 @@ def test_a_prediction_that_is_too_high_does_not_cost_the_faster_plan():
     def step():
         model(ids(4, 60)).backward()
 
-    plain = fit_memory_(model, None, step=step)
-    plain.remove()
+    plain = fit_and_remove(model, step)
 
     class High(Measurement):
         """Its predictions are 10 % too high."""
@@ -404,7 +410,7 @@ def test_the_call_leaves_model_and_generators_as_they_were():
         random.random(), np.random.rand()
         model(ids()).backward()
 
-    fit_memory_(model, None, step=step, optimizer=torch.optim.AdamW).remove()
+    fit_and_remove(model, step, optimizer=torch.optim.AdamW)
     assert told(model) == before
 
 
@@ -433,8 +439,7 @@ def test_states_of_an_optimizer_count_whether_they_exist_or_not():
 
     def peak(optimizer):
         model.zero_grad()
-        fit = fit_memory_(model, None, step=lambda: model(ids()).backward(), optimizer=optimizer)
-        fit.remove()
+        fit = fit_and_remove(model, lambda: model(ids()).backward(), optimizer=optimizer)
         return fit.measured
 
     made = torch.optim.AdamW(model.parameters())
@@ -458,10 +463,8 @@ def test_the_largest_batch_is_the_last_that_fits():
     def step(batch):
         model(ids(batch)).backward()
 
-    budget = fit_memory_(model, None, step=lambda: step(3))
-    budget.remove()
-    found = fit_memory_(model, f"{budget.measured}B", step=step, maximize="batch")
-    found.remove()
+    budget = fit_and_remove(model, lambda: step(3))
+    found = fit_and_remove(model, step, f"{budget.measured}B", maximize="batch")
     assert found.batch is not None and found.batch >= 3 and found.measured <= budget.measured
     with pytest.raises(ValueError, match="no policy fits"):
         fit_memory_(model, f"{budget.measured}B", step=lambda: step(found.batch + 1))
@@ -471,10 +474,8 @@ def test_the_largest_batch_is_the_last_that_fits():
 def test_a_step_of_changing_shapes_counts_with_the_largest():
     model, long = Model([64] * 4), ids(2, 60)
     batches = iter([ids(2, 20), long, *[ids(2, 10)] * 99])
-    fit = fit_memory_(model, None, step=lambda: model(next(batches)).backward())
-    fit.remove()
-    largest = fit_memory_(model, None, step=lambda: model(long).backward())
-    largest.remove()
+    fit = fit_and_remove(model, lambda: model(next(batches)).backward())
+    largest = fit_and_remove(model, lambda: model(long).backward())
     assert fit.measured == largest.measured
     assert "other shapes each time" in str(fit) and "other shapes" not in str(largest)
 
@@ -557,6 +558,11 @@ def test_a_wrong_call_is_refused_with_the_reason(build, settings, text):
     assert not any("forward" in vars(each) for each in model.modules())
 
 
+def split_(model, mesh):
+    for block in model.part0:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
 def fit_on_rank(rank, world_size, wrapper):
     """Fits a model whose batch is larger on rank 1."""
     torch.manual_seed(1)
@@ -572,17 +578,14 @@ def fit_on_rank(rank, world_size, wrapper):
         for unit in [*model.part0, model]:
             fully_shard(unit, mesh=mesh)
     else:
-        for block in model.part0:
-            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(block, mesh, plan)
+        split_(model, mesh)
 
     def step():
         batch = 4 if wrapper == "TP" else 2 + 2 * rank
         model(ids(batch)).backward()
 
     plain = wrapper != "DDP" and gradients(model, step)
-    whole = fit_memory_(model, None, step=step)  # under DDP with its first iteration
-    whole.remove()
+    whole = fit_and_remove(model, step)  # under DDP with its first iteration
     plain = plain or gradients(model, step)
     # Threads of gloo hold tensors for some time: up to 41 kB with tensor parallelism, else 17 kB.
     less = 60_000 if wrapper == "TP" else 40_000
@@ -655,9 +658,7 @@ def test_prices_are_those_of_one_step_on_a_machine_that_slows_down(monkeypatch):
 def split_on_rank(rank, world_size):
     """Returns the bytes that a layer keeps if it keeps a part of its input."""
     model, mesh = Model([64] * 2), init_device_mesh("cpu", (world_size,))
-    for block in model.part0:
-        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-
+    split_(model, mesh)
     options = measurement(model, lambda: model(ids()).backward()).problem.options
     found = [one for layer in options for one in layer if one.action == "full@split"]
     assert not any(one.keeps for one in found)  # the whole inputs

@@ -99,7 +99,8 @@ def peak_of(problem, choice):
     later = (BACKWARD, AFTER)
     inside = {FORWARD: lambda one: one.forward, BACKWARD: lambda one: one.backward}
     return max(
-        *(problem.update, problem.begin),
+        problem.update,
+        problem.begin,
         (problem.end + sum(each.left for each in choice))
         * any(each.left for each in itertools.chain(*problem.options)),
         *(
@@ -147,14 +148,13 @@ def test_a_problem_of_many_layers_is_solved_within_its_budget(num_layers, waitin
         Option("ops(attention)", 333, 333, 0, -200, -31),
         Option("full"),
     ]
-    numbers = range(num_layers)
     problem = Problem(
         options=[actions] * num_layers,
         begin=10_000,
         end=0,
         moments=[
             [Moment(name, 10_000 + 10 * n + 1000 * (name == BACKWARD), *waiting) for name in LEAST]
-            for n in numbers
+            for n in range(num_layers)
         ],
         update=0,
         nanoseconds=10**6,

@@ -69,10 +69,23 @@ BART = dict(
 )  # fmt: skip
 MULTIPLE_CHOICE = {**BERT, "architectures": ["BertForMultipleChoice"]}
 SEGFORMER = dict(model_type="segformer", architectures=["SegformerForImageClassification"])
+AT_ONCE = partial(torch.optim.AdamW, foreach=True)
 
 
-def given(**settings):
-    return FitSettings(hf_config="model", gpu="h100", **settings)
+def fit_of(config, budget=None, **settings):
+    settings = FitSettings(hf_config="model", gpu="h100", **settings)
+    return fit_config(config, load_hardware("h100"), budget, settings)
+
+
+def step_of(model, length):
+    ids = torch.arange(2 * length).reshape(2, length) % 200
+    return lambda: model(input_ids=ids, labels=ids).loss.backward()
+
+
+def command(folder, config, *words):
+    """Runs the command, which reads the configuration in the folder. Returns its status."""
+    (folder / "config.json").write_text(json.dumps(config))
+    return main(["fit", "--hf-config", str(folder), "--gpu", "h100", "--seq-length", "16", *words])
 
 
 @pytest.mark.runs
@@ -80,33 +93,29 @@ def given(**settings):
     ("config", "rank", "length"),
     # In a short step the peak is the update, which on a GPU is of all tensors at once.
     [
-        *((SHALLOW, 4, 128), (LLAMA, 0, 128), (SHALLOW, 0, 4), (MIXTRAL, 0, 128), (T5, 0, 128)),
-        *(
-            (LONGFORMER, 0, 128),
-            (BART, 0, 128),
-            (T5, 4, 128),
-            (GPT2, 4, 128),
-        ),  # T5 reads the weights, GPT-2 has them transposed
+        (SHALLOW, 4, 128),
+        (LLAMA, 0, 128),
+        (SHALLOW, 0, 4),
+        (MIXTRAL, 0, 128),
+        (T5, 0, 128),
+        (LONGFORMER, 0, 128),
+        (BART, 0, 128),
+        (T5, 4, 128),  # it reads the weights
+        (GPT2, 4, 128),  # it has them transposed
     ],
 )
 def test_fake_tensors_give_the_peak_of_the_real_step(config, rank, length):
-    machine = load_hardware("h100")
     parsed = transformers.AutoConfig.for_model(**config)
     model = getattr(transformers, config["architectures"][0])(parsed).train()
     if rank:
         add_adapters_(model, rank)
-    ids = torch.arange(2 * length).reshape(2, length) % 200
-
-    def step():
-        model(input_ids=ids, labels=ids).loss.backward()
-
     trainable = f"lora:{rank}" if rank else "all"
-    settings = given(seq_length=length, micro_batch_size=2, dtype="fp32", trainable=trainable)
-    at_once = partial(torch.optim.AdamW, foreach=True)
-    whole = fit_memory_(model, None, step=step, optimizer=at_once)
+    whole = fit_memory_(model, None, step=step_of(model, length), optimizer=AT_ONCE)
     whole.remove()
     budget = int((0.95 if length > 4 else 1) * whole.measured)
-    fitted = fit_config(config, machine, budget, settings)
+    fitted = fit_of(
+        config, budget, seq_length=length, micro_batch_size=2, dtype="fp32", trainable=trainable
+    )
     # the states of random generators, 5 KB a layer, are some per cent of so small a T5
     rel = 0.01 if config is T5 else 0.001
     assert fitted.plain.peak == pytest.approx(whole.measured, rel=rel)
@@ -119,22 +128,16 @@ def test_fake_tensors_give_the_peak_of_the_real_step(config, rank, length):
 def sharded(rank, world_size):
     """Returns the peak of a real step of two ranks, without the copies inside of gloo."""
     model = transformers.LlamaForCausalLM(transformers.AutoConfig.for_model(**LLAMA)).train()
-    lists, ids = layer_lists(model, None), torch.arange(128).reshape(2, 64) % 200
+    lists = layer_lists(model, None)
     shard_(model, lists["model.layers"], init_device_mesh("cpu", (world_size,)))
-
-    def step():
-        model(input_ids=ids, labels=ids).loss.backward()
-
     gauge = FakeGauge  # it reads real tensors as well
-    optimizer = partial(torch.optim.AdamW, foreach=True)
-    return Measurement(model, lists, step, optimizer, gauge).peak()
+    return Measurement(model, lists, step_of(model, 64), AT_ONCE, gauge).peak()
 
 
 @pytest.mark.usefixtures("two_actions")
 def test_fsdp_on_fake_tensors_is_that_of_two_real_ranks():
     first, second = run_ranks(sharded, 2)
-    settings = given(seq_length=64, micro_batch_size=2, dtype="fp32", gpus=2, fsdp=True)
-    fake = fit_config(LLAMA, load_hardware("h100"), None, settings)
+    fake = fit_of(LLAMA, seq_length=64, micro_batch_size=2, dtype="fp32", gpus=2, fsdp=True)
     assert first == second == fake.measured
     assert fake.plan.peak == pytest.approx(fake.measured, rel=0.01)
 
@@ -164,14 +167,14 @@ def with_towers(name, architecture, **settings):
     [
         (  # it cuts an image
             with_towers(
-                *("llava_next", "LlavaNextForConditionalGeneration"), vision_config=VISION,
+                "llava_next", "LlavaNextForConditionalGeneration", vision_config=VISION,
                 image_grid_pinpoints=[[32, 64]],
             ),
             {"pixel_values": (1, 3, 3, 32, 32)},
         ),
         (  # it asks which images of a sample are not empty
             with_towers(
-                *("idefics3", "Idefics3ForConditionalGeneration"), scale_factor=2, pad_token_id=0,
+                "idefics3", "Idefics3ForConditionalGeneration", scale_factor=2, pad_token_id=0,
                 vision_config={**VISION, "model_type": "idefics3_vision"},
             ),
             {"pixel_values": (1, 1, 3, 32, 32)},
@@ -197,7 +200,7 @@ def with_towers(name, architecture, **settings):
         ),
         (
             with_towers(
-                *("qwen2_audio", "Qwen2AudioForConditionalGeneration"), audio_token_index=9,
+                "qwen2_audio", "Qwen2AudioForConditionalGeneration", audio_token_index=9,
                 audio_config={**WHISPER, "model_type": "qwen2_audio_encoder"},
             ),
             {"input_features": (1, 20, 100)},
@@ -221,7 +224,7 @@ def with_towers(name, architecture, **settings):
         ),
         (  # a convolution reads its patches
             with_towers(
-                *("paddleocr_vl", "PaddleOCRVLForConditionalGeneration"), image_token_id=9,
+                "paddleocr_vl", "PaddleOCRVLForConditionalGeneration", image_token_id=9,
                 vision_config={**VISION, "model_type": "paddleocr_vl_vision"},
             ),
             {"pixel_values": (36, 3, 8, 8)},
@@ -243,13 +246,13 @@ def with_towers(name, architecture, **settings):
         ),
     ],
     ids=[
-        *("cut image", "images", "instruction", "patches", "sound and text", "sound and images"),
-        *("convolved patches", "speech", "frames", "stages"),
+        "cut image", "images", "instruction", "patches", "sound and text", "sound and images",
+        "convolved patches", "speech", "frames", "stages",
     ],
 )  # fmt: skip
 def test_images_and_spectra_are_made_as_the_configuration_says(config, names):
     images = 56 if "image_token_id" in config else 0
-    fit = fit_config(config, load_hardware("h100"), None, given(seq_length=32, image_size=images))
+    fit = fit_of(config, seq_length=32, image_size=images)
     assert len(fit.policies) >= 2 and not any("does not run" in note for note in fit.notes)
     assert fit.plan.peak == pytest.approx(fit.measured, rel=0.01)
     selects = any("decides by values" in note for note in fit.notes)
@@ -263,13 +266,13 @@ def test_a_model_may_copy_its_parts(monkeypatch):
     kind = transformers.LlamaForCausalLM
     build = kind._from_config
     monkeypatch.setattr(kind, "_from_config", lambda *args, **more: deepcopy(build(*args, **more)))
-    fit_config(LLAMA, load_hardware("h100"), None, given(seq_length=32))
+    fit_of(LLAMA, seq_length=32)
 
 
 @pytest.mark.usefixtures("two_actions")
 def test_a_sample_has_one_label_where_whole_texts_are_classified():
     config = dict(BERT, architectures=["BertForSequenceClassification"], id2label={0: "reward"})
-    fit = fit_config(config, load_hardware("h100"), None, given(seq_length=32))
+    fit = fit_of(config, seq_length=32)
     assert "labels (1,)" in str(fit)
 
 
@@ -279,7 +282,7 @@ def test_what_does_not_run_is_said():
         "gemma4", "Gemma4ForConditionalGeneration", audio_config=dict(num_hidden_layers=1)
     )
     config["text_config"] |= dict(model_type="gemma4_text", head_dim=16, num_hidden_layers=1)
-    fit = fit_config(config, load_hardware("h100"), None, given(seq_length=32))
+    fit = fit_of(config, seq_length=32)
     assert "note: model.audio_tower.layers does not run in this step" in str(fit)
 
 
@@ -291,8 +294,7 @@ def test_stand_ins_for_alike_layers_change_no_figure(config, trainable, monkeypa
     config = {**config, "num_hidden_layers": 6}  # LoRA's first one is like no other
     replaced, odd_ones = 0, []
     images = 56 if config["model_type"] == "qwen3_vl" else 0
-    machine = load_hardware("h100")
-    settings = given(seq_length=32, trainable=trainable, image_size=images)
+    settings = dict(seq_length=32, trainable=trainable, image_size=images)
     complete, candidates = StandIns._complete, ("none", "ops(attention)")
 
     def noted(self, spans):
@@ -303,11 +305,11 @@ def test_stand_ins_for_alike_layers_change_no_figure(config, trainable, monkeypa
 
     monkeypatch.setattr(StandIns, "_complete", noted)
     monkeypatch.setattr("megatron_lite.fit.measurement.CANDIDATES", candidates)
-    quick = fit_config(config, machine, None, settings)
+    quick = fit_of(config, **settings)
     # The merger of images reads some layers of the tower, which no other layer is like.
     assert replaced and sum(map(bool, odd_ones)) == bool(images) and not odd_ones[-1]
     monkeypatch.setattr(StandIns, "__call__", lambda self, step, gauge, actions: step.run(gauge()))
-    whole = fit_config(config, machine, None, settings)
+    whole = fit_of(config, **settings)
     assert figures(quick) == figures(whole)
 
 
@@ -332,7 +334,7 @@ def test_a_decoder_without_its_encoder_runs_without_a_cache():
         decoder_layers=1, encoder_layers=1, d_model=32, decoder_attention_heads=4,
         decoder_ffn_dim=48, encoder_attention_heads=4, encoder_ffn_dim=48,
     )  # fmt: skip
-    fit = fit_config(config, load_hardware("h100"), None, given(seq_length=16))
+    fit = fit_of(config, seq_length=16)
     assert [*fit.policies] == ["model.decoder.layers"]
 
 
@@ -344,15 +346,12 @@ def test_files_of_mamba_have_an_infinity(infinity, tmp_path):
         head_dim=16, state_size=8, n_groups=1, chunk_size=8, num_hidden_layers=1, vocab_size=99,
         time_step_limit=[0.0, infinity],
     )  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main(["fit", "--hf-config", str(tmp_path), "--gpu", "h100", "--seq-length", "16"]) == 0
+    assert command(tmp_path, config) == 0
 
 
 @pytest.mark.usefixtures("two_actions")
 def test_the_command_prints_the_verdict_and_the_lines_to_paste(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(SHALLOW))
-    words = ["fit", "--hf-config", str(tmp_path), "--gpu", "h100-80gb", "--seq-length", "64"]
-    assert main(words) == 0
+    assert command(tmp_path, SHALLOW, "--gpu", "h100-80gb", "--seq-length", "64") == 0
     text = capsys.readouterr().out
     assert text.startswith("fits 75.8") and "MemoryBudgetCallback(" in text
     assert 'apply_policy_(model, layers_fqn="model.layers", policy="*:none")' in text
@@ -385,10 +384,7 @@ def test_the_command_prints_the_verdict_and_the_lines_to_paste(tmp_path, capsys)
     ],
 )
 def test_a_fault_ends_with_status_2_and_its_reason(words, config, text, tmp_path, capsys):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
-    given = ["fit", "--hf-config", str(path), "--gpu", "h100", "--seq-length", "16", *words]
-    assert main(given) == 2
+    assert command(tmp_path, config, *words) == 2
     *progress, line = capsys.readouterr().err.splitlines()
     assert text in line and all(one.startswith("fit_memory_: run ") for one in progress)
 
