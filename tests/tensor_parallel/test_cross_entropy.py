@@ -52,19 +52,24 @@ def sample(dtype=torch.float64, scale=1.0):
     return Case(hidden, weight, torch.arange(S * B).remainder(V).view(S, B), grad_losses)
 
 
+def leaves_of(case):
+    return [tensor.clone().requires_grad_() for tensor in (case.hidden, case.weight)]
+
+
+def outcome_of(losses, leaves, case):
+    return Outcome(losses.detach(), *torch.autograd.grad(losses, leaves, case.grad_losses))
+
+
 def reference(case, cap=None):
     """By torch in float64, from the same numbers."""
-    hidden, weight = (
-        tensor.double().clone().requires_grad_() for tensor in (case.hidden, case.weight)
-    )
+    case = Case(case.hidden.double(), case.weight.double(), case.labels, case.grad_losses.double())
+    hidden, weight = leaves_of(case)
     logits = F.linear(hidden, weight).flatten(0, 1)
     logits = logits if cap is None else torch.tanh(logits / cap) * cap
     losses = F.cross_entropy(logits, case.labels.flatten(), reduction="none").view(
         case.labels.shape
     )
-    return Outcome(
-        losses.detach(), *torch.autograd.grad(losses, (hidden, weight), case.grad_losses.double())
-    )
+    return outcome_of(losses, (hidden, weight), case)
 
 
 def losses_of(hidden, weight, labels, chunk_size, columns, *, sequence_parallel=False):
@@ -92,13 +97,9 @@ def columns_of(parallel):
 
 def on_one_rank(case, chunk_size):
     """Without padding and group."""
-    hidden, weight = (
-        tensor.detach().clone().requires_grad_() for tensor in (case.hidden, case.weight)
-    )
-    losses = losses_of(hidden, weight, case.labels, chunk_size, Columns(None, 0, len(weight)))
-    return Outcome(
-        losses.detach(), *torch.autograd.grad(losses, (hidden, weight), case.grad_losses)
-    )
+    leaves = leaves_of(case)
+    columns = Columns(None, 0, len(case.weight))
+    return outcome_of(losses_of(*leaves, case.labels, chunk_size, columns), leaves, case)
 
 
 def sharded(case, tp_size, sequence_parallel, chunk_sizes):
@@ -124,8 +125,7 @@ def sharded(case, tp_size, sequence_parallel, chunk_sizes):
                 columns_of(parallel),
                 sequence_parallel=sequence_parallel,
             )
-            grads = torch.autograd.grad(losses, (hidden, weight), case.grad_losses)
-            outcomes.append(Outcome(losses.detach(), *grads))
+            outcomes.append(outcome_of(losses, (hidden, weight), case))
         return outcomes
 
     joined = []
@@ -146,8 +146,7 @@ def test_losses_and_gradients_are_torchs_at_every_chunk_size(tp_size, sequence_p
     case = sample()
     expected = reference(case)
     for outcome in sharded(case, tp_size, sequence_parallel, CHUNK_SIZES):
-        for theirs, ours in zip(expected, outcome, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(outcome, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.runs(daily=4, ci=8)
@@ -166,8 +165,9 @@ def test_large_logits_neither_overflow_nor_underflow():
         for theirs, ours in zip(expected, outcome, strict=True):
             assert ours.isfinite().all()
             # the logits themselves are rounded to 24 bits
-            close = dict(rtol=1e-4, atol=2**-20 * float(theirs.abs().max() + 1))
-            torch.testing.assert_close(ours.double(), theirs, **close)
+            torch.testing.assert_close(
+                ours.double(), theirs, rtol=1e-4, atol=2**-20 * float(theirs.abs().max() + 1)
+            )
 
 
 def test_a_nan_on_one_rank_reaches_the_loss_of_every_rank():
@@ -269,13 +269,13 @@ def test_bf16_chunks_add_less_than_one_rounding_to_the_error_of_the_weights_grad
 def test_under_autocast_one_chunk_has_the_bits_of_logits_that_are_kept():
     case, results = sample(torch.float32), []
     for chunk_size in (None, S * B, 7):
-        leaves = [one.clone().requires_grad_() for one in (case.hidden, case.weight)]
+        leaves = leaves_of(case)
         with torch.autocast("cpu", torch.bfloat16):
             losses = losses_of(*leaves, case.labels, chunk_size, Columns(None, 0, V))
-        results.append((losses.detach(), *torch.autograd.grad(losses, leaves, case.grad_losses)))
+        results.append(outcome_of(losses, leaves, case))
     kept, one_chunk, several = results
     assert all(map(torch.equal, kept, one_chunk))
-    assert (kept[0] - several[0]).abs().max() <= 2**-6 and several[0].dtype == torch.float32
+    assert (kept[0] - several[0]).abs().max() <= 2**-6 and several.losses.dtype == torch.float32
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
