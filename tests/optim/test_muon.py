@@ -27,7 +27,12 @@ MATRICES = (
     "mlp.linear_fc1.weight",
     "mlp.linear_fc2.weight",
 )
-HIGH = dict(optimizer="muon", muon_fp32_matmul_prec="high")
+HIGH = dict(optimizer="muon", muon_fp32_matmul_prec="high", weight_decay=0.0, clip_grad=0.0)
+QUINTIC = STEPS["quintic"](5)
+
+
+def update_of(gradient):
+    return orthogonalize(gradient, QUINTIC) * math.sqrt(max(gradient.shape))
 
 
 class Prescribed(nn.Module):
@@ -140,12 +145,8 @@ def test_query_key_and_value_rows_are_three_matrices_unless_told_otherwise(split
     of 6 channels each."""
     with tp_state(1) as parallel:
         model = build_tiny_model(variant_config("llama"), parallel)
-        before = {key: value.detach().clone() for key, value in model.named_parameters()}
-        optimizer = Optimizer(
-            model,
-            OptimizerConfig(**HIGH, weight_decay=0.0, clip_grad=0.0, muon_split_qkv=split),
-            parallel,
-        )
+        optimizer = Optimizer(model, OptimizerConfig(**HIGH, muon_split_qkv=split), parallel)
+        before = state_of(model, optimizer)
         model(*sample_tokens()).mean().backward()
         optimizer.step(0.01)
     qkv, fc1 = (f"decoder.layers.1.{MATRICES[index]}" for index in (0, 2))
@@ -156,16 +157,9 @@ def test_query_key_and_value_rows_are_three_matrices_unless_told_otherwise(split
     for name, pieces in parts.items():
         mean = 0.1 * optimizer.layout.gradients.grads[name]
         for rows_of in pieces:
-            update = orthogonalize(mean[rows_of], STEPS["quintic"](5)) * math.sqrt(
-                max(len(rows_of), 32)
-            )
-            assert (
-                difference(
-                    before[name][rows_of] - 0.01 * update,
-                    model.get_parameter(name).detach()[rows_of],
-                )
-                < 1e-12
-            ), name
+            expected = before[name][rows_of] - 0.01 * update_of(mean[rows_of])
+            found = model.get_parameter(name).detach()[rows_of]
+            assert difference(expected, found) < 1e-12, name
 
 
 MATRIX_SHAPES = [(7, 7), (5, 9), (9, 5), (12, 1)]
@@ -199,11 +193,9 @@ def test_every_singular_value_goes_through_the_polynomials(shape, kind, num_step
 
 
 def test_a_matrix_of_zeros_stays_one_and_a_tiny_one_is_scaled_up():
-    assert not orthogonalize(torch.zeros(3, 5), STEPS["quintic"](5)).any()
+    assert not orthogonalize(torch.zeros(3, 5), QUINTIC).any()
     value = matrix(3, 5)
-    torch.testing.assert_close(
-        orthogonalize(value * 1e-6, STEPS["quintic"](5)), orthogonalize(value, STEPS["quintic"](5))
-    )
+    torch.testing.assert_close(orthogonalize(value * 1e-6, QUINTIC), orthogonalize(value, QUINTIC))
 
 
 class Split(nn.Module):
@@ -220,28 +212,24 @@ class Split(nn.Module):
 @pytest.mark.parametrize("mode", ["duplicated", "blockwise"])
 def test_over_tp_ranks_the_whole_matrix_or_each_block_is_orthogonalized(mode):
     """Blocks are matrices of their own, with scales of their own, as in Megatron."""
-    config = OptimizerConfig(**HIGH, muon_tp_mode=mode, weight_decay=0.0, clip_grad=0.0)
+    config = OptimizerConfig(**HIGH, muon_tp_mode=mode)
 
     def work(parallel):
         """By name the change of this rank's shard in a step of size 1, whose gradient is the
         weight."""
         model = Split(parallel)
-        before = {name: value.detach().clone() for name, value in model.named_parameters()}
         optimizer = Optimizer(model, config, parallel)
+        before = state_of(model, optimizer)
         sum(value.square().sum() / 2 for value in model.parameters()).backward()
         optimizer.step(1.0)
         return {name: before[name] - value.detach() for name, value in model.named_parameters()}
 
     updates = on_ranks(work, 2, tp_size=2, detail=False)
     for dim, name in enumerate(("by_rows", "by_columns")):
-        whole = matrix(8, 12)
-        blocks = [whole] if mode == "duplicated" else whole.chunk(2, dim)
-        expected = [
-            orthogonalize(block, STEPS["quintic"](5)) * math.sqrt(max(block.shape))
-            for block in blocks
-        ]
+        blocks = matrix(8, 12).chunk(1 if mode == "duplicated" else 2, dim)
+        expected = torch.cat([*map(update_of, blocks)], dim)
         found = torch.cat([update[name] for update in updates], dim)
-        assert difference(torch.cat(expected, dim), found) < 1e-12, name
+        assert difference(expected, found) < 1e-12, name
 
 
 @pytest.mark.runs
