@@ -2,13 +2,12 @@
 
 import argparse
 import json
-import time
 
 import pytest
 import torch
 
 from tests.convert.megatron.test_pickles import archive
-from tests.support.conversions import converted, save_tokenizer, saved_peer, there_and_back
+from tests.support.conversions import converted, refusal, save_tokenizer, saved_peer, there_and_back
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
@@ -48,10 +47,12 @@ def test_the_ids_of_special_tokens_survive_the_way_there_and_back(tmp_path):
 
 
 def saved_by_megatron(folder, model, **args):
-    (folder / "mp_rank_00").mkdir(parents=True)
+    path = folder / "mp_rank_00" / "model_optim_rng.pt"
+    path.parent.mkdir(parents=True)
     known = dict(num_layers=1, hidden_size=8, num_attention_heads=2, max_position_embeddings=8)
     value = {"args": argparse.Namespace(**{**known, **args}), "model": model, "iteration": 10**12}
-    torch.save(value, folder / "mp_rank_00" / "model_optim_rng.pt")
+    torch.save(value, path)
+    return path
 
 
 DEEP = []
@@ -70,12 +71,9 @@ WORD = "embedding.word_embeddings.weight"
         (dict(hidden_size=DEEP), "hidden_size: expected int, got 'a list'"),
     ],
 )
-def test_crafted_arguments_are_refused_at_once(args, message, tmp_path, capsys):
+def test_crafted_arguments_are_refused_at_once(args, message, tmp_path):
     saved_by_megatron(tmp_path / "theirs", {WORD: torch.ones(8, 8)}, **args)
-    began = time.process_time()
-    assert converted(tmp_path, "megatron theirs -> hf ours") == 2
-    assert time.process_time() - began < 5.0
-    error = capsys.readouterr().err
+    error = refusal(tmp_path, "megatron theirs -> hf ours")
     assert message in error and len(error) <= 1024 and not (tmp_path / "ours").exists()
 
 
@@ -88,34 +86,30 @@ def test_keys_whose_hashes_collide_take_no_quadratic_time(as_tuple, tmp_path):
         keys = ((factor * number).to_bytes(10, "little") for number in range(1, 50_000))
         items = b"".join(b"\x8a\x0a" + key + as_tuple + b"N" for key in keys)
         archive(folder / "model_optim_rng.pt", b"\x80\x02}(" + items + b"u.")
-        began = time.process_time()
-        assert converted(tmp_path, "megatron theirs -> hf ours") == 2
-        assert time.process_time() - began < 5.0
+        refusal(tmp_path, "megatron theirs -> hf ours")
 
 
-def test_one_dict_at_many_places_is_refused(tmp_path, capsys):
+def test_one_dict_at_many_places_is_refused(tmp_path):
     inner = {WORD: torch.ones(8, 8)}
     for _ in range(6):
         inner = {f"a{number}": inner for number in range(100)}
     saved_by_megatron(tmp_path / "theirs", inner)
-    assert converted(tmp_path, "megatron theirs -> hf ours") == 2
-    assert "a state dict is at two places" in capsys.readouterr().err
+    error = refusal(tmp_path, "megatron theirs -> hf ours")
+    assert "a state dict is at two places" in error
 
 
-def test_every_byte_of_a_zip_may_be_wrong(tmp_path, capsys):
+def test_every_byte_of_a_zip_may_be_wrong(tmp_path):
     """Offsets and lengths in the directory of the archive above all: an error or the same bytes."""
-    saved_by_megatron(tmp_path / "theirs", {WORD: torch.ones(8, 8)})
-    path = tmp_path / "theirs" / "mp_rank_00" / "model_optim_rng.pt"
+    path = saved_by_megatron(tmp_path / "theirs", {WORD: torch.ones(8, 8)})
     whole = path.read_bytes()
     start = whole.index(b"PK\x01\x02")
     for place in range(start, len(whole), 7):
         for value in (0x00, 0xFF):
             path.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
-            assert converted(tmp_path, "megatron theirs -> hf ours") == 2
-    assert "Traceback" not in capsys.readouterr().err
+            assert "Traceback" not in refusal(tmp_path, "megatron theirs -> hf ours")
 
 
-def test_an_iteration_that_no_run_reaches_and_integer_weights_are_refused(tmp_path, capsys):
+def test_an_iteration_that_no_run_reaches_and_integer_weights_are_refused(tmp_path):
     saved_peer("gpt2", tmp_path / "theirs")
     assert converted(tmp_path, "hf theirs -> megatron legacy") == 0
     path = tmp_path / "legacy" / "release" / "mp_rank_00" / "model_optim_rng.pt"
@@ -131,5 +125,5 @@ def test_an_iteration_that_no_run_reaches_and_integer_weights_are_refused(tmp_pa
         ),
     ):
         torch.save({**value, **change}, path)
-        assert converted(tmp_path, "megatron legacy -> hf ours") == 2
-        assert message in capsys.readouterr().err and not (tmp_path / "ours").exists()
+        assert message in refusal(tmp_path, "megatron legacy -> hf ours")
+        assert not (tmp_path / "ours").exists()

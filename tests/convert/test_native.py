@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from megatron_lite import __main__ as command
 from megatron_lite.checkpointing.metadata import Metadata
@@ -16,10 +15,20 @@ from megatron_lite.checkpointing.start import find_step, step_fault
 from megatron_lite.convert import native
 from megatron_lite.tools import generate
 from tests.support.checkpoints import flip_bit, sign
-from tests.support.conversions import converted, save_tokenizer, saved_peer, weights_in
+from tests.support.conversions import (
+    converted,
+    refusal,
+    rewrite,
+    save_tokenizer,
+    saved_peer,
+    weights_in,
+)
 from tests.support.hf import PEERS
 from tests.support.programs import run_program
+from tests.support.rank_faults import NO_DROPOUT
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
+
+FEW = ["--max-new-tokens", "2", "--distributed-backend", "gloo"]
 
 
 def weights_only(step):
@@ -41,11 +50,10 @@ def trained(tmp_path_factory):
 
 def test_a_run_goes_on_from_converted_optimizer_states(trained, tmp_path):
     """Without dropout the run is the one that goes on from the original."""
-    still = dict(hidden_dropout=0.0, attention_dropout=0.0)
     layout = ("--tensor-model-parallel-size", "2")
     assert converted(tmp_path, f"megatron-lite {trained} -> megatron-lite split", *layout) == 0
     for name, load in (("first", trained), ("second", tmp_path / "split")):
-        run_to_end(tiny_run(**still, load=load, save=tmp_path / name, train_iters=5))
+        run_to_end(tiny_run(**NO_DROPOUT, load=load, save=tmp_path / name, train_iters=5))
     first, second = (step_bytes(tmp_path / name, 5) for name in ("first", "second"))
     assert first.pop("rng_00000.safetensors") and second.pop("rng_00000.safetensors")
     assert len(first) == 2 and first == second
@@ -62,9 +70,7 @@ def test_a_step_of_weights_alone_starts_a_run_with_a_notice(trained, tmp_path, c
         ("weights", tmp_path / "weights", {}),
     ):
         capsys.readouterr()
-        run_to_end(
-            tiny_run(**dict(load=load, **more), train_iters=5, metrics=tmp_path / f"{name}.jsonl")
-        )
+        run_to_end(tiny_run(load=load, **more, train_iters=5, metrics=tmp_path / f"{name}.jsonl"))
     told = capsys.readouterr().out
     assert f"{step} holds no optimizer states (it was converted): they start from zero" in told
     assert (
@@ -73,12 +79,12 @@ def test_a_step_of_weights_alone_starts_a_run_with_a_notice(trained, tmp_path, c
     assert rows(tmp_path / "whole.jsonl") == rows(tmp_path / "weights.jsonl")
 
 
-def test_a_damaged_checkpoint_is_not_converted(trained, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_not_converted(trained, tmp_path):
     """Nor one whose metadata hides a missing file."""
 
     def refused(message):
-        assert converted(tmp_path, "megatron-lite run -> megatron-lite out") == 2
-        assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+        assert message in refusal(tmp_path, "megatron-lite run -> megatron-lite out")
+        assert not (tmp_path / "out").exists()
 
     shutil.copytree(trained, tmp_path / "run")
     step = tmp_path / "run" / "iter_0000003"
@@ -101,14 +107,17 @@ def test_a_run_stores_its_tokenizer_and_tools_need_no_other(tmp_path, monkeypatc
     pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer").mkdir()
     save_tokenizer(tmp_path / "tokenizer")
-    tokenizer = dict(
-        tokenizer_type="HuggingFaceTokenizer",
-        tokenizer_model=tmp_path / "tokenizer",
-        vocab_size=9,
-        make_vocab_size_divisible_by=128,
+    run_to_end(
+        tiny_run(
+            save=tmp_path / "run",
+            train_iters=1,
+            **NO_DROPOUT,
+            tokenizer_type="HuggingFaceTokenizer",
+            tokenizer_model=tmp_path / "tokenizer",
+            vocab_size=9,
+            make_vocab_size_divisible_by=128,
+        )
     )
-    still = dict(hidden_dropout=0.0, attention_dropout=0.0)
-    run_to_end(tiny_run(save=tmp_path / "run", train_iters=1, **still, **tokenizer))
     stored = {path.name: path.read_bytes() for path in (tmp_path / "tokenizer").iterdir()}
     shutil.rmtree(tmp_path / "tokenizer")
     (tmp_path / "run").rename(tmp_path / "moved")
@@ -116,8 +125,7 @@ def test_a_run_stores_its_tokenizer_and_tools_need_no_other(tmp_path, monkeypatc
     assert {name: (step / name).read_bytes() for name in stored} == stored
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    flags = ["--prompt", "to be", "--greedy", "--max-new-tokens", "2"]
-    assert generate.main(["--load", "../moved", *flags, "--distributed-backend", "gloo"]) == 0
+    assert generate.main(["--load", "../moved", "--prompt", "to be", "--greedy", *FEW]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("to be")
     assert converted(Path(), "megatron-lite ../moved -> hf out") == 0
     assert {name: (Path("out") / name).read_bytes() for name in stored} == stored
@@ -131,12 +139,12 @@ def test_a_run_stores_its_tokenizer_and_tools_need_no_other(tmp_path, monkeypatc
 def test_weights_of_two_dtypes_keep_them(tmp_path):
     pytest.importorskip("transformers")
     saved_peer("llama", tmp_path / "theirs")
-    path = tmp_path / "theirs/model.safetensors"
-    tensors = {
-        name: tensor if "norm" in name else tensor.to(torch.bfloat16)
-        for name, tensor in load_file(path).items()
-    }
-    save_file(tensors, str(path), metadata={"format": "pt"})
+
+    def in_two(tensors):
+        for name, tensor in tensors.items():
+            tensors[name] = tensor if "norm" in name else tensor.bfloat16()
+
+    rewrite(tmp_path / "theirs", in_two)
     assert converted(tmp_path, "hf theirs -> megatron-lite ours") == 0
     saved, _ = find_step(str(tmp_path / "ours"))
     assert saved.config.training.bf16
@@ -171,9 +179,8 @@ def test_a_converted_model_trains_on_and_generates(tmp_path, monkeypatch):
     assert trained.returncode == 0, trained.stderr
     config = find_step("ours-trained")[0].config
     assert config.training.bf16 and config.model == find_step("ours")[0].config.model
-    few = ["--max-new-tokens", "2", "--distributed-backend", "gloo"]
     words = ["generate", "--load", "ours", "--prompt", "Once upon a time"]
-    generated = run_program(*words, *few, main=main)
+    generated = run_program(*words, *FEW, main=main)
     assert generated.returncode == 0, generated.stderr
     assert generated.stdout.startswith("Once upon a time")
 

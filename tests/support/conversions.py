@@ -1,9 +1,12 @@
 """Small Hugging Face checkpoints on the disk, and conversions as a user runs them."""
 
+import time
+
 import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_lite.tools.convert import main
+from tests.support.commands import ended
 from tests.support.hf import PEERS
 
 TOKENIZER_CONFIG = '{"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}'
@@ -36,6 +39,14 @@ def converted(folder, way, *flags):
     from_format, source, _, to_format, target = way.split()
     words = ["--from", from_format, "--load", str(folder / source), "--to", to_format]
     return main([*words, "--save", str(folder / target), *flags])
+
+
+def refusal(folder, way, *flags):
+    """Returns the error of a conversion, which must end with it within seconds."""
+    began = time.process_time()
+    found = ended(lambda words: converted(folder, way, *words), flags)
+    assert found.status == 2 and time.process_time() - began < 5.0, found
+    return found.err
 
 
 def weights_in(folder):

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.support.commands import ended
-from tests.support.conversions import converted, saved_peer
+from tests.support.conversions import refusal, saved_peer
 
 ERROR = "python -m megatron_lite.tools.convert: error: "
 
@@ -39,8 +38,6 @@ def theirs(tmp_path_factory):
 )
 def test_a_wrong_command_is_one_line_and_leaves_nothing(way, flags, message, theirs, tmp_path):
     source, target = way.split()
-    way = f"{source} {theirs} -> {target} new"
-    found = ended(lambda words: converted(tmp_path, way, *words), flags)
-    assert found.status == 2 and message in found.err
-    assert found.err.startswith(ERROR) and found.err.count("\n") == 1
+    error = refusal(tmp_path, f"{source} {theirs} -> {target} new", *flags)
+    assert message in error and error.startswith(ERROR) and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []

@@ -70,9 +70,12 @@ def test_stacked_and_numbered_layers_are_read(stacked, settings, tmp_path):
         assert torch.equal(source.read(name), whole), name
 
 
-def _with_place(metadata, **change):
-    places = {key: replace(place, **change) for key, place in metadata.storage_data.items()}
-    return replace(metadata, storage_data=places)
+def _with_place(**change):
+    def changed(metadata):
+        places = {key: replace(place, **change) for key, place in metadata.storage_data.items()}
+        return replace(metadata, storage_data=places)
+
+    return changed
 
 
 def _with_one_place(metadata):
@@ -80,30 +83,27 @@ def _with_one_place(metadata):
     return replace(metadata, storage_data=dict.fromkeys(metadata.storage_data, place))
 
 
-def _with_words(metadata, **change):
-    tensors = dict(metadata.state_dict_metadata)
-    tensors[WORDS] = replace(tensors[WORDS], **change)
-    return replace(metadata, state_dict_metadata=tensors)
+def _with_words(*size):
+    def changed(metadata):
+        tensors = dict(metadata.state_dict_metadata)
+        tensors[WORDS] = replace(tensors[WORDS], size=torch.Size(size))
+        return replace(metadata, state_dict_metadata=tensors)
+
+    return changed
 
 
 CHANGES = {
     "code": (lambda found: [found, Evil(print, "ran")], "asks for"),
-    "a path outside": (lambda found: _with_place(found, relative_path="../x"), "outside"),
-    "a missing file": (lambda found: _with_place(found, relative_path="x"), "cannot be read"),
-    "a place behind the end": (lambda found: _with_place(found, offset=10**9), "cannot be read"),
-    "a negative place": (lambda found: _with_place(found, offset=-1), "numbers of no checkpoint"),
+    "a path outside": (_with_place(relative_path="../x"), "outside"),
+    "a missing file": (_with_place(relative_path="x"), "cannot be read"),
+    "a place behind the end": (_with_place(offset=10**9), "cannot be read"),
+    "a negative place": (_with_place(offset=-1), "numbers of no checkpoint"),
     "another chunk's place": (_with_one_place, "in no file"),
     "no places": (lambda found: replace(found, storage_data={}), "in no file"),
-    "a larger shape": (lambda found: _with_words(found, size=torch.Size((70, 32))), "hold 1952"),
-    "an endless shape": (
-        lambda found: _with_words(found, size=torch.Size((2**60, 32))),
-        "numbers of no",
-    ),
-    "a place that is no number": (
-        lambda found: _with_place(found, length=math.nan),
-        "numbers of no checkpoint",
-    ),
-    "another width": (lambda found: _with_words(found, size=torch.Size((61, 33))), "of its 2013"),
+    "a larger shape": (_with_words(70, 32), "hold 1952"),
+    "an endless shape": (_with_words(2**60, 32), "numbers of no"),
+    "a place that is no number": (_with_place(length=math.nan), "numbers of no checkpoint"),
+    "another width": (_with_words(61, 33), "of its 2013"),
     "no metadata": (lambda found: [1, 2], "its description of tensors: cannot be read"),
 }
 
@@ -116,9 +116,7 @@ def test_a_damaged_or_malicious_metadata_is_one_clear_error(kind, tmp_path):
     path = root / ".metadata"
     path.write_bytes(pickle.dumps(change(pickle.loads(path.read_bytes()))))
     with pytest.raises(InputError, match=message):
-        source = dist_source(root)
-        for name in weights:
-            source.read(name)
+        list(map(dist_source(root).read, weights))
 
 
 def test_missing_and_cut_files_are_one_clear_error(tmp_path):
@@ -131,9 +129,7 @@ def test_missing_and_cut_files_are_one_clear_error(tmp_path):
         kept = path.read_bytes()
         path.write_bytes(contents)
         with pytest.raises(InputError, match=path.name):
-            source = dist_source(tmp_path)
-            for name in weights:
-                source.read(name)
+            list(map(dist_source(tmp_path).read, weights))
         path.write_bytes(kept)
     (tmp_path / "common.pt").unlink()
     with pytest.raises(InputError, match=r"common\.pt: cannot be read"):

@@ -295,9 +295,7 @@ def test_arguments_that_do_not_fit_are_one_clear_error(change, message, tmp_path
     config, root = tiny_config(**LLAMA), Path(mkdtemp(dir=tmp_path))
     save(root, config, LAYOUTS["one file"], **change)
     with pytest.raises(InputError, match=message):
-        source = legacy_source(root)
-        for name in weights_of(config):
-            source.read(name)
+        list(map(legacy_source(root).read, weights_of(config)))
 
 
 def test_missing_and_damaged_files_are_one_clear_error(tmp_path):
