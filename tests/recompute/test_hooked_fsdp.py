@@ -76,12 +76,13 @@ def test_fsdp2_shards_a_model_with_a_policy_to_the_same_bits():
 def trained_in_fsdp1(rank, policy, policy_first, use_orig_params):
     """Losses and this rank's gradients of three steps."""
     torch.manual_seed(3)
-    model, options = Model(Block), dict(use_orig_params=use_orig_params)
+    model = Model(Block)
     if policy_first:
         put(model, policy)
     for parent, name in ((model, "embedding"), *((model.layers, str(n)) for n in range(3))):
         unit = getattr(parent, name)
-        setattr(parent, name, FullyShardedDataParallel(unit, device_id=CPU, **options))
+        wrapped = FullyShardedDataParallel(unit, device_id=CPU, use_orig_params=use_orig_params)
+        setattr(parent, name, wrapped)
     if not policy_first:
         put(model, policy)
     torch.manual_seed(rank)

@@ -26,13 +26,17 @@ class Normed(nn.Module):
         return self.linear(self.batch_norm(self.norm(hidden)))
 
 
+def left_in(model):
+    """Returns the gradients and the buffers."""
+    return [*(each.grad for each in model.parameters()), *model.buffers()]
+
+
 def gradients(model, given):
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model.zero_grad()
     for _ in range(3):
         model(given).square().sum().backward()
-    found = [each.grad.clone() for each in model.parameters()]
-    found += [each.clone() for each in model.buffers()]
+    found = [each.clone() for each in left_in(model)]
     model.load_state_dict(state)
     return found
 
@@ -53,7 +57,7 @@ def test_lazy_layers_train_as_without_a_policy(policy):
         put(model, policy)
         for _ in range(3):
             model(batches()[0]).square().sum().backward()
-        return [*(each.grad for each in model.parameters()), *model.buffers()]
+        return left_in(model)
 
     assert_equal(steps(policy), steps("*:none"))
 
@@ -114,10 +118,6 @@ def summed(model, given):
     return model(given).square().sum()
 
 
-def gradients_of_weights(model):
-    return [each.grad for each in model.parameters()]
-
-
 def under_func(model):
     given, weights = batches()[0], {name: each.detach() for name, each in model.named_parameters()}
 
@@ -128,11 +128,7 @@ def under_func(model):
     return [*each.values(), torch.func.jacrev(partial(summed, model))(given)]
 
 
-class Inner(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
+class Inner(Normed):
     def forward(self, hidden):
         return hidden + torch.func.grad(lambda one: self.linear(one).square().sum())(hidden)
 
@@ -147,13 +143,13 @@ def test_a_gradient_inside_a_layer_is_refused_with_the_reason(policy):
 
 def under_vmap(model):
     torch.vmap(partial(summed, model))(torch.stack(batches()[:2])).sum().backward()
-    return gradients_of_weights(model)
+    return left_in(model)
 
 
 def traced(model):
     again = torch.jit.trace(model, batches()[0], check_trace=False)
     summed(again, batches()[1]).backward()
-    return gradients_of_weights(model)
+    return left_in(model)
 
 
 def inside_a_checkpoint(model):
@@ -161,7 +157,7 @@ def inside_a_checkpoint(model):
     model.train()
     given = batches()[0].requires_grad_()
     checkpoint(partial(summed, model), given, use_reentrant=False).backward()
-    return [*gradients_of_weights(model), *model.buffers()]
+    return left_in(model)
 
 
 def with_other_threads_in_backward(model):
@@ -171,14 +167,14 @@ def with_other_threads_in_backward(model):
         result.backward()
     finally:
         torch.set_num_threads(threads)
-    return gradients_of_weights(model)
+    return left_in(model)
 
 
 def under_a_default_device(model):
     with torch.device("cpu"):
         result = summed(model.train(), batches()[0])
     result.backward()
-    return gradients_of_weights(model)
+    return left_in(model)
 
 
 def without_values_first(model):
@@ -189,7 +185,7 @@ def without_values_first(model):
     model.zero_grad()
     for given in batches()[:2]:
         summed(model, given).backward()
-    return [*gradients_of_weights(model), *model.buffers()]
+    return left_in(model)
 
 
 @pytest.mark.runs(daily=3, ci=9)

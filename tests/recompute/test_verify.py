@@ -196,10 +196,6 @@ def test_where_all_is_well_nothing_is_raised_and_no_gradient_changes(policy):
     assert all(map(torch.equal, grads(policy, True), grads("*:none", False)))
 
 
-def _only_in_a_replay(change):
-    return lambda tensor: change(tensor) if is_recomputing() else tensor
-
-
 LOST = {
     "detached": lambda tensor: tensor.detach(),
     "half": lambda tensor: torch.where(tensor > 0, tensor, tensor.detach()),
@@ -209,7 +205,7 @@ LOST = {
 
 def _lose(model, what, change):
     """Makes a replay of layer 1 build another graph with the same values."""
-    layer, lose = model.decoder.layers[1], _only_in_a_replay(change)
+    layer = model.decoder.layers[1]
     owner, name = {
         "a norm's output": (layer.pre_mlp_layernorm, "normalize"),
         "the activation": (layer.mlp, "_activate"),
@@ -217,6 +213,9 @@ def _lose(model, what, change):
         "a linear layer": (layer.mlp.linear_fc1, "forward"),
     }[what]
     real = getattr(owner, name)
+
+    def lose(tensor):
+        return change(tensor) if is_recomputing() else tensor
 
     def losing(hidden, *rest, **named):
         if what == "the residual":

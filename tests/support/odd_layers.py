@@ -124,6 +124,11 @@ def step(model):
     return losses
 
 
+def assert_changes_nothing(make, policy, run):
+    """A model with the policy has the outcome of one without."""
+    assert_equal(outcome(make, policy, run), outcome(make, None, run))
+
+
 def assert_equal(found, expected):
     assert len(found) == len(expected)
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
