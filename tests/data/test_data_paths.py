@@ -14,7 +14,7 @@ from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.data.data_paths import parse_split, read_data_paths, split_documents
 from megatron_lite.data.datasets import build_datasets
 from megatron_lite.data.indexed import IndexedDataset
-from tests.data.test_blend import write
+from tests.data.test_blend import write_two
 
 
 def config(**fields):
@@ -34,7 +34,7 @@ def samples(datasets):
 
 @pytest.mark.parametrize("spelled", [list, lambda words: " ".join(map(str, words))])
 def test_the_json_file_is_the_same_as_the_three_flags(tmp_path, spelled):
-    first, second = write(tmp_path / "a", first_id=0), write(tmp_path / "b", first_id=500)
+    first, second = write_two(tmp_path)
     words = {"train": [0.3, first, 0.7, second], "valid": [second], "test": [first, second]}
     path = tmp_path / "splits.json"
     path.write_text(json.dumps({name: spelled(value) for name, value in words.items()}))
@@ -46,7 +46,7 @@ def test_the_json_file_is_the_same_as_the_three_flags(tmp_path, spelled):
 
 
 def test_the_file_of_words_is_the_same_as_the_flag(tmp_path):
-    first, second = write(tmp_path / "a", first_id=0), write(tmp_path / "b", first_id=500)
+    first, second = write_two(tmp_path)
     path = tmp_path / "words.txt"
     path.write_text(f"3 {first}\n1 {second}\n")
     by_file = built(data_args_path=str(path), split="8,1,1")

@@ -22,16 +22,14 @@ def idx_bytes(
     offsets=(0, 6, 8),
     documents=(0, 1, 2, 3),
     sequences=None,
-    document_count=None,
 ):
     """An .idx by hand, with struct alone; by default the one of DOCUMENTS in u16."""
     return b"".join(
         [
             magic,
-            struct.pack("<Q", version),
-            struct.pack("<B", code),
+            struct.pack("<QB", version, code),
             struct.pack("<Q", len(lengths) if sequences is None else sequences),
-            struct.pack("<Q", len(documents) if document_count is None else document_count),
+            struct.pack("<Q", len(documents)),
             struct.pack(f"<{len(lengths)}i", *lengths),
             struct.pack(f"<{len(offsets)}q", *offsets),
             struct.pack(f"<{len(documents)}q", *documents),
@@ -39,10 +37,11 @@ def idx_bytes(
     )
 
 
-BIN_BYTES = struct.pack("<9H", 5, 1, 4, 2, 9, 8, 7, 6, 3)
+IDS = (5, 1, 4, 2, 9, 8, 7, 6, 3)
+BIN_BYTES = struct.pack("<9H", *IDS)
 
 
-def write_bytes(prefix, idx, tokens):
+def write_bytes(prefix, idx, tokens=BIN_BYTES):
     Path(f"{prefix}.idx").write_bytes(idx)
     Path(f"{prefix}.bin").write_bytes(tokens)
     return str(prefix)
@@ -84,28 +83,28 @@ def test_every_integer_type_is_read(tmp_path, code, packing):
         tmp_path / "data",
         # sequence modes at the end are accepted
         idx_bytes(code=code, offsets=(0, 3 * size, 4 * size)) + b"\0\0\0",
-        struct.pack(f"<9{packing}", 5, 1, 4, 2, 9, 8, 7, 6, 3),
+        struct.pack(f"<9{packing}", *IDS),
     )
     assert [IndexedDataset(prefix).get(number).tolist() for number in range(3)] == DOCUMENTS
 
 
-# an .idx, a .bin, and what the message names
+# an .idx, what the message names, and a .bin that is not that of DOCUMENTS
 CORRUPTIONS = {
-    "wrong magic": (idx_bytes(magic=b"MMIDIDX\0\1"), BIN_BYTES, "idx: found first bytes"),
-    "idx cut in the header": (idx_bytes()[:20], BIN_BYTES, "idx: found first bytes 20 bytes"),
-    "unknown version": (idx_bytes(version=2), BIN_BYTES, "idx: found version 2"),
-    "unknown dtype": (idx_bytes(code=9), BIN_BYTES, "idx: found .*, dtype code 9"),
-    "idx cut": (idx_bytes()[:-1], BIN_BYTES, "idx: found 101 bytes, expected 102"),
-    "many sequences": (idx_bytes(sequences=2**64 - 1), BIN_BYTES, "idx: found 102 bytes"),
-    "no document index": (idx_bytes(documents=()), BIN_BYTES, "found .*, 0 document indices"),
-    "negative length": (idx_bytes(lengths=(3, -1, 7)), BIN_BYTES, "length -1 and "),
-    "length off": (idx_bytes(lengths=(3, 2, 4)), BIN_BYTES, "offset 8 of .* offset 10"),
-    "first offset": (idx_bytes(offsets=(2, 6, 8)), BIN_BYTES, "offset 2 of sequence 0"),
-    "offsets not in order": (idx_bytes(offsets=(0, 8, 6)), BIN_BYTES, "offset 8 of sequence 1"),
-    "documents end early": (idx_bytes(documents=(0, 1, 2, 2)), BIN_BYTES, "from 0 to 2"),
-    "documents not in order": (idx_bytes(documents=(0, 2, 1, 3)), BIN_BYTES, "not in order"),
-    "bin cut": (idx_bytes(), BIN_BYTES[:-1], "bin: found 17 bytes, expected 18"),
-    "dtype of another size": (idx_bytes(code=4), BIN_BYTES, "offset 6 of sequence 1"),
+    "wrong magic": (idx_bytes(magic=b"MMIDIDX\0\1"), "idx: found first bytes"),
+    "idx cut in the header": (idx_bytes()[:20], "idx: found first bytes 20 bytes"),
+    "unknown version": (idx_bytes(version=2), "idx: found version 2"),
+    "unknown dtype": (idx_bytes(code=9), "idx: found .*, dtype code 9"),
+    "idx cut": (idx_bytes()[:-1], "idx: found 101 bytes, expected 102"),
+    "many sequences": (idx_bytes(sequences=2**64 - 1), "idx: found 102 bytes"),
+    "no document index": (idx_bytes(documents=()), "found .*, 0 document indices"),
+    "negative length": (idx_bytes(lengths=(3, -1, 7)), "length -1 and "),
+    "length off": (idx_bytes(lengths=(3, 2, 4)), "offset 8 of .* offset 10"),
+    "first offset": (idx_bytes(offsets=(2, 6, 8)), "offset 2 of sequence 0"),
+    "offsets not in order": (idx_bytes(offsets=(0, 8, 6)), "offset 8 of sequence 1"),
+    "documents end early": (idx_bytes(documents=(0, 1, 2, 2)), "from 0 to 2"),
+    "documents not in order": (idx_bytes(documents=(0, 2, 1, 3)), "not in order"),
+    "bin cut": (idx_bytes(), "bin: found 17 bytes, expected 18", BIN_BYTES[:-1]),
+    "dtype of another size": (idx_bytes(code=4), "offset 6 of sequence 1"),
 }
 
 
@@ -163,6 +162,6 @@ def test_an_id_that_does_not_fit_is_refused_not_wrapped(tmp_path, token, kind):
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_a_corrupt_pair_is_refused_in_parts_of_every_size(tmp_path, name, chunk, monkeypatch):
     monkeypatch.setattr(indexed_module, "CHUNK", chunk)
-    idx, tokens, message = CORRUPTIONS[name]
+    idx, message, *tokens = CORRUPTIONS[name]
     with pytest.raises(InputError, match=message):
-        IndexedDataset(write_bytes(tmp_path / "data", idx, tokens))
+        IndexedDataset(write_bytes(tmp_path / "data", idx, *tokens))

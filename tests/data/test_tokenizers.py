@@ -46,14 +46,13 @@ def write_gpt2(folder):
     return gpt2(folder)
 
 
-def write_hugging_face(folder, *, special="</s>", truncation=False):
+def write_hugging_face(folder, *, truncation=False):
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {token: number for number, token in enumerate(["a", "b", "c", "ab", "Ġ"])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("a", "b")]))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    if special:
-        tokenizer.add_special_tokens(["<x>", special])
+    tokenizer.add_special_tokens(["<x>", "</s>"])
     if truncation:
         tokenizer.enable_truncation(2)
         tokenizer.enable_padding(length=8)

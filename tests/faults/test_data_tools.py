@@ -64,7 +64,6 @@ def test_a_full_disk_at_the_index_leaves_the_pair_of_before(tmp_path, capsys):
 @pytest.mark.parametrize(("workers", "name"), [(2, "SIGTERM"), (1, "SIGINT"), (2, "SIGHUP")])
 def test_a_signal_leaves_no_partial_file_and_no_worker(tmp_path, name, workers):
     """The tool dies of the signal, as a shell expects, and says so in one line."""
-    (tmp_path / "out").mkdir()
     with _endless(tmp_path, workers) as tool:
         tool.send_signal(signal.Signals[name])
         _, errors = tool.communicate(timeout=HANG_S)
@@ -77,7 +76,6 @@ def test_a_signal_leaves_no_partial_file_and_no_worker(tmp_path, name, workers):
 def test_workers_end_with_a_parent_that_is_killed_and_the_next_run_removes_its_partial_file(
     tmp_path,
 ):
-    (tmp_path / "out").mkdir()
     with _endless(tmp_path, workers=2) as tool:
         workers = [os.pidfd_open(pid) for pid in children_of(tool.pid)]
         assert len(workers) >= 2
@@ -94,6 +92,7 @@ def test_workers_end_with_a_parent_that_is_killed_and_the_next_run_removes_its_p
 @contextmanager
 def _endless(folder, workers):
     """The tool in the middle of an input that does not end, in a group of processes of its own."""
+    (folder / "out").mkdir()
     script = folder / "program.py"  # a file, which the workers import too
     script.write_text("""if __name__ == "__main__":
     import itertools, sys, time
@@ -179,11 +178,11 @@ def _read(prefix):
 
 
 def test_a_writer_killed_at_any_point_never_leaves_a_new_bin_beside_an_old_idx(tmp_path):
-    prefix, seen, status, points = str(tmp_path / "a"), set(), -1, 0
+    seen, status, points = set(), -1, 0
     while status != 0:
-        written(prefix, OLD)
+        prefix = written(tmp_path / "a", OLD)
 
-        def killed_before(change=points):
+        def killed_before(change=points, prefix=prefix):
             dies_before(change, CHANGES)
             written(prefix, NEW)
 
@@ -201,8 +200,7 @@ def test_a_writer_killed_at_any_point_never_leaves_a_new_bin_beside_an_old_idx(t
 def test_the_pair_is_replaced_in_the_order_that_readers_and_a_power_cut_need(tmp_path):
     """A name reaches the disk when its folder is synced: between the end of the old index and the
     new .bin lies such a sync."""
-    prefix = str(tmp_path / "a")
-    written(prefix, OLD)
+    prefix = written(tmp_path / "a", OLD)
     with recorded() as calls:
         written(prefix, NEW)
     found = " ".join(f"{one.name} {os.path.basename(one.target or one.path)}" for one in calls)
@@ -214,8 +212,7 @@ def test_the_pair_is_replaced_in_the_order_that_readers_and_a_power_cut_need(tmp
 
 def test_a_reader_that_a_writer_overtakes_does_not_mix_the_pairs(tmp_path, monkeypatch):
     """The writer comes between the reader's look at the .idx and its look at the .bin."""
-    prefix = str(tmp_path / "a")
-    written(prefix, OLD)
+    prefix = written(tmp_path / "a", OLD)
     check = IndexedDataset._check_index
 
     def overtaken(self):

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -12,6 +11,7 @@ ERROR = "python -m megatron_lite.tools.preprocess_data: error: "
 
 HF = "--tokenizer-type HuggingFaceTokenizer"
 DOCUMENTS = ["3 1 4", "", "1 5 9 2 6", "5"]
+IDS = [[3, 1, 4], [1, 5, 9, 2, 6], [5]]
 
 
 def write_jsonl(path, texts=DOCUMENTS):
@@ -45,7 +45,7 @@ def files(folder):
 def test_documents_are_written_in_order_under_megatrons_name(tmp_path):
     assert preprocess(tmp_path).status == 0
     assert files(tmp_path) == {"out_text_document.bin", "out_text_document.idx"}
-    assert sequences(tmp_path / "out_text_document") == [[3, 1, 4], [1, 5, 9, 2, 6], [5]]
+    assert sequences(tmp_path / "out_text_document") == IDS
     indexed = IndexedDataset(str(tmp_path / "out_text_document"))
     assert indexed.document_indices.tolist() == [0, 1, 1, 2, 3]
 
@@ -54,7 +54,7 @@ def test_documents_are_written_in_order_under_megatrons_name(tmp_path):
 def test_each_key_gets_a_dataset(tmp_path, flag):
     assert preprocess(tmp_path, f"{flag} title text").status == 0
     assert sequences(tmp_path / "out_title_document") == [[3], [1], [5]]
-    assert sequences(tmp_path / "out_text_document") == [[3, 1, 4], [1, 5, 9, 2, 6], [5]]
+    assert sequences(tmp_path / "out_text_document") == IDS
 
 
 def test_workers_do_not_change_a_byte(tmp_path):
@@ -146,8 +146,7 @@ def test_own_tokenizer_end_to_end(tmp_path):
     from tests.data.test_tokenizers import hugging_face
 
     texts = ["the cat sat on the mat\n", "naïve 東京 🙂 the hat", "a\tb"] * 5
-    source, folder = str(tmp_path / "in.jsonl"), tmp_path / "tokenizer"
-    Path(source).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    source, folder = write_jsonl(tmp_path / "in.jsonl", texts), tmp_path / "tokenizer"
     training = f"--input {source} --vocab-size 270 --output {folder}"
     files = []
     for _ in range(2):  # the same file each time
