@@ -103,8 +103,7 @@ def test_vectors_that_wait_for_the_end_of_a_step_have_the_same_sums(dtype):
                     for name, parameter in model.named_parameters()
                     if not buffer._gradients[name].adds
                 )
-    for plain, waited in zip(found[:2], found[2:], strict=True):
-        assert same(plain, waited)
+    assert all(map(same, found[:2], found[2:]))
 
 
 @pytest.mark.parametrize("used", [("second", "third"), ("fourth",), ()])
@@ -153,19 +152,19 @@ def test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error():
     )
 
 
-def reduced(world_size, config, parts):
-    """What ranks with these micro-batch gradients get for their sum, with bf16 weights."""
+def reduced(config):
+    """What ranks with other micro-batch gradients get for their sum, with bf16 weights."""
+    parts = [256.0, 1.0, 1.0, 1.0]
 
     def work(parallel):
         model = Chain(dtype=torch.bfloat16)
         optimizer = Optimizer(model, OptimizerConfig(clip_grad=0.0), parallel, config)
-        for part in parts[parallel.rank]:
-            (model.first * part).sum().backward()
+        (model.first * parts[parallel.rank]).sum().backward()
         optimizer.step(0.0)
         held = {piece.name: piece.grad for piece in optimizer.layout.pieces}
         return optimizer.layout.whole("first", held.get("first")).unique().tolist()
 
-    first, *others = on_ranks(work, world_size)
+    first, *others = on_ranks(work, 4)
     assert all(other == first for other in others)
     return first
 
@@ -175,9 +174,6 @@ def reduced(world_size, config, parts):
 def test_gradients_are_summed_over_ranks_in_float32_unless_they_are_asked_to_be_in_bf16(sharded):
     """256 + 1 + 1 + 1 is 259, which bf16 does not have: it makes 256 or 260 of it, as the order has
     it."""
-    parts = [[256.0], [1.0], [1.0], [1.0]]
-    assert reduced(4, DataParallelConfig(use_distributed_optimizer=sharded), parts) == [259.0]
-    in_bf16 = reduced(
-        4, DataParallelConfig(use_distributed_optimizer=sharded, grad_reduce_in_bf16=True), parts
-    )
-    assert set(in_bf16) <= {256.0, 260.0}
+    config = DataParallelConfig(use_distributed_optimizer=sharded)
+    assert reduced(config) == [259.0]
+    assert set(reduced(replace(config, grad_reduce_in_bf16=True))) <= {256.0, 260.0}

@@ -52,7 +52,7 @@ def ideal(peak_flops=1e12, device="cuda"):
     )
 
 
-def talking(latency_s, bandwidth, *, shares_cores=True):
-    """Returns an ideal machine whose collectives take time, and hide none of it by default."""
+def talking(latency_s, bandwidth):
+    """Returns an ideal machine whose collectives take time, and hide none of it."""
     link = Link(latency_s=latency_s, bandwidth=bandwidth)
-    return replace(ideal(), inside=link, between=link, shares_cores=shares_cores)
+    return replace(ideal(), inside=link, between=link, shares_cores=True)

@@ -92,9 +92,9 @@ PartitionName=high Nodes=node1,node2 PriorityTier=10 PreemptMode=OFF
 class Cluster:
     """Starts on entry, and on exit ends all that it started. Logs stay in `folder`."""
 
-    def __init__(self, folder, *, namespaces=None):
+    def __init__(self, folder):
         self.folder = folder
-        self.namespaces = can_use_namespaces() if namespaces is None else namespaces
+        self.namespaces = can_use_namespaces()
         # Sockets have paths of at most 107 bytes, and munge wants a directory that no other user
         # can write.
         self._run = Path(tempfile.mkdtemp(prefix="slurm_", dir="/tmp"))

@@ -11,24 +11,23 @@ EOD = 5
 ALL = DocumentRules(eod=EOD, mask_loss=True, reset_positions=True, reset_attention=True)
 
 
-def packed_text(seed=3, *, batch=BATCH, seq_length=SEQ_LENGTH, most=4):
+def packed_text(seed, *, batch=BATCH, most=4):
     """Returns random samples [b, s + 1] of documents that have 1 to `most` tokens each."""
     random = torch.Generator().manual_seed(seed)
-    samples = torch.randint(EOD + 1, VOCAB_SIZE, (batch, seq_length + 1), generator=random)
+    samples = torch.randint(EOD + 1, VOCAB_SIZE, (batch, SEQ_LENGTH + 1), generator=random)
     for sample in samples:
         place = -1
-        while place <= seq_length:
+        while place <= SEQ_LENGTH:
             if place >= 0:
                 sample[place] = EOD
             place += int(torch.randint(1, most + 1, (), generator=random))
     return samples
 
 
-def packed_batch(rules=ALL, seed=3, *, batch=BATCH, seq_length=SEQ_LENGTH, parallel=None):
+def packed_batch(seed=3, parallel=None):
     """Returns `packed_text` as a micro-batch, or with `parallel` this rank's spans of it."""
     rank, size = (0, 1) if parallel is None else (parallel.cp_rank, parallel.cp_size)
-    text = packed_text(seed, batch=batch, seq_length=seq_length)
-    return cut(text, cp_rank=rank, cp_size=size, rules=rules)
+    return cut(packed_text(seed), cp_rank=rank, cp_size=size, rules=ALL)
 
 
 def documents_of(samples):

@@ -63,9 +63,9 @@ def test_the_flops_of_a_line_are_those_of_the_attended_documents():
     assert of == pytest.approx((11 + 30 / 4) / 41)
 
 
-def own_fields(records, facts=FACTS):
+def own_fields(records):
     """The fields after Megatron's last one, up to the peak memory."""
-    fields = iteration_line(Interval(records, facts), facts, throughput=False).split(" | ")
+    fields = iteration_line(Interval(records, FACTS), FACTS, throughput=False).split(" | ")
     start = next(
         place for place, field in enumerate(fields) if field.startswith("number of nan iterations")
     )
