@@ -29,7 +29,8 @@ def root(tmp_path, three_steps):
     return shutil.copytree(three_steps, tmp_path / "steps")
 
 
-def calls_of_a_save(root, saved):
+@pytest.fixture
+def calls(root, saved):
     """It sets steps 2 and 3 aside, and deletes step 1 and the old step 2."""
     with recorded() as calls:
         assert saved.start(root, 1, [2], save_keep_last=1) == 1
@@ -66,8 +67,7 @@ def pointed(calls, root):
     return index(calls, "rename", lambda call: call.target == str(root / LATEST))
 
 
-def test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name(root, saved):
-    calls = calls_of_a_save(root, saved)
+def test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name(root, calls):
     place = published(calls, root)
     rename = calls[place]
     assert len(rename.times) == 7
@@ -84,17 +84,15 @@ def test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name(
     assert index(calls, "fsync", lambda call: call.path == rename.path, after=last) < place
 
 
-def test_the_name_is_on_the_disk_before_the_pointer_names_it(root, saved):
-    calls = calls_of_a_save(root, saved)
+def test_the_name_is_on_the_disk_before_the_pointer_names_it(root, calls):
     assert index(
         calls, "fsync", lambda call: call.path == str(root), after=published(calls, root)
     ) < pointed(calls, root)
 
 
 def test_nothing_is_deleted_before_the_pointer_nor_set_aside_before_the_name_is_on_the_disk(
-    root, saved
+    root, calls
 ):
-    calls = calls_of_a_save(root, saved)
     durable = {".superseded": published(calls, root), ".deleted": pointed(calls, root)}
     for ending, place in durable.items():
         synced = index(calls, "fsync", lambda call: call.path == str(root), after=place)
@@ -108,8 +106,7 @@ def test_nothing_is_deleted_before_the_pointer_nor_set_aside_before_the_name_is_
         assert gone and min(gone) > synced
 
 
-def test_a_step_has_lost_its_name_on_the_disk_before_its_files_go(root, saved):
-    calls = calls_of_a_save(root, saved)
+def test_a_step_has_lost_its_name_on_the_disk_before_its_files_go(root, calls):
     for step in ("iter_0000001", "iter_0000002.superseded"):
         renamed = index(calls, "rename", lambda call, step=step: call.path == str(root / step))
         target = calls[renamed].target

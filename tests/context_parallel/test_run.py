@@ -5,10 +5,10 @@ import pytest
 from megatron_lite.training.evaluate import mean_loss
 from tests.support import equality
 from tests.support.layouts import LAYOUTS
+from tests.support.rank_faults import NO_DROPOUT
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
 
-NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
 LLAMA = dict(
     NO_DROPOUT, **equality.LLAMA, ffn_hidden_size=48, group_query_attention=True, num_query_groups=2
 )

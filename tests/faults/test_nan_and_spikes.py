@@ -51,6 +51,10 @@ def run_config(shape, **settings):
     return in_shape(tiny_run(**model, **training, **settings), shape)
 
 
+def _tensors_of(trainer):
+    return state_of(trainer.model, trainer.optimizer)
+
+
 def _poisoned(rank, world_size, config, where, value, iterations):
     """This rank's tensors at the end, what changed in the poisoned iterations, the progress, the
     error, the number of updates, and the state of the loss scale."""
@@ -59,16 +63,16 @@ def _poisoned(rank, world_size, config, where, value, iterations):
 
     @contextmanager
     def fault():
-        before = state_of(trainers[0].model, trainers[0].optimizer)
+        before = _tensors_of(trainers[0])
         with Poison(where, value) if rank == world_size - 1 else nullcontext():
             yield
-        changed.extend(differing(before, state_of(trainers[0].model, trainers[0].optimizer)))
+        changed.extend(differing(before, _tensors_of(trainers[0])))
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         during_iteration(monkeypatch, iterations, fault)
         trainer, error = run_until_it_ends(config, trainers.append)
     return (
-        state_of(trainer.model, trainer.optimizer),
+        _tensors_of(trainer),
         changed,
         trainer.progress,
         None if error is None else str(error),
@@ -96,7 +100,7 @@ def _left_out(rank, world_size, config, iterations):
         during_iteration(monkeypatch, iterations, no_update)
         trainer, error = run_until_it_ends(config)
     assert error is None
-    return state_of(trainer.model, trainer.optimizer)
+    return _tensors_of(trainer)
 
 
 def written(folder):
@@ -145,9 +149,13 @@ def test_so_many_in_a_row_stop_the_run_with_one_message_and_it_goes_on_from_its_
     config = with_settings(config, train_iters=9)
 
     def run(save, load, iterations):
-        saved = dict(save=str(save), load=load and str(load), save_interval=4)
         fault = ("gradient", math.nan, iterations)
-        return run_ranks(_poisoned, 2, with_checkpoint(config, **saved), *fault)
+        return run_ranks(
+            _poisoned,
+            2,
+            with_checkpoint(config, save=str(save), load=load and str(load), save_interval=4),
+            *fault,
+        )
 
     for _, changed, progress, error, *_ in run(parts, None, (3, 5, 6, 7)):
         assert changed == [] and (progress.iteration, progress.skipped_in_a_row) == (7, 3)

@@ -37,10 +37,13 @@ OF_ZERO1 = (
 )
 
 
+def local(tensors):
+    return [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
+
+
 def bytes_of(tensors):
     """Returns the bytes of the storages, each once."""
-    local = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
-    return sum(storage.nbytes() for storage in distinct(local))
+    return sum(storage.nbytes() for storage in distinct(local(tensors)))
 
 
 def held(run):
@@ -59,8 +62,7 @@ def held(run):
         weights = list(trainer.model.parameters())
         numels = [one.numel() for one in weights]
         assert rank_parameter_count(run, parallel.pp_rank) == sum(numels)
-        local = [one.to_local() if isinstance(one, DTensor) else one for one in weights]
-        own = addresses(local)
+        own = addresses(local(weights))
         pieces = trainer.optimizer.layout.pieces
         masters = [piece for piece in pieces if not own & addresses([piece.master])]
         own |= addresses(piece.master for piece in masters)
@@ -82,8 +84,7 @@ def held(run):
             + bytes_of(link.buffers if link else ()),
         )
         if found.on_host:
-            held_there = bytes_of(trainer.optimizer.host_tensors())
-            assert held_there == found.on_host
+            assert bytes_of(trainer.optimizer.host_tensors()) == found.on_host
         told = rank_states(
             run, parallel.pp_rank, dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank
         )
@@ -133,9 +134,10 @@ def of_four_ranks(layout, rule="adam", **place):
 
 def of_instances(number):
     """Of four instances each has one rank, which holds all states."""
-    shared = dict(num_distributed_optimizer_instances=number)
     return [
-        run for layout in ("zero1, overlap", "fsdp2") for run in of_four_ranks(layout, **shared)
+        run
+        for layout in ("zero1, overlap", "fsdp2")
+        for run in of_four_ranks(layout, num_distributed_optimizer_instances=number)
     ]
 
 

@@ -10,6 +10,7 @@ import pytest
 from megatron_lite.plan.hardware import load_hardware
 from megatron_lite.tools import report
 from megatron_lite.tools.report import read_run, run_figure, run_page
+from tests.support.commands import fault_of
 from tests.support.parsed_page import ParsedPage
 from tests.support.runs import run_to_end, tiny_run
 
@@ -57,19 +58,24 @@ def real_run(tmp_path_factory):
     """A run of 20 iterations with checkpoints, evaluations and a restart after 10 iterations."""
     folder = tmp_path_factory.mktemp("real") / "run"
     save = folder / "checkpoints"
-    settings = dict(
-        eval_interval=5,
-        exit_interval=10,
-        metrics=folder / "metrics.jsonl",
-        peak_tflops_per_gpu=1e-3,
-    )
     for load in (None, save):
-        run_to_end(tiny_run(**settings, save=save, load=load, save_interval=5))
+        run_to_end(
+            tiny_run(
+                eval_interval=5,
+                exit_interval=10,
+                metrics=folder / "metrics.jsonl",
+                peak_tflops_per_gpu=1e-3,
+                save=save,
+                load=load,
+                save_interval=5,
+            )
+        )
     return folder
 
 
 def test_the_page_of_a_real_run_has_the_values_of_its_files(real_run):
-    run, drawn = read(real_run), curves(read(real_run))
+    run = read(real_run)
+    drawn = curves(run)
     rows = [json.loads(line) for line in (real_run / "metrics.jsonl").read_text().splitlines()]
     for name in PLOTTED:
         assert (list(range(1, 21)), [values[name] for values in rows]) in drawn, name
@@ -133,27 +139,25 @@ def test_hostile_texts_are_text(tmp_path):
         (dict.fromkeys(("a.jsonl", "b.jsonl"), json.dumps(row(1)).encode()), "of several runs"),
     ],
 )
-def test_a_folder_that_is_no_run_is_one_clear_error(files, message, tmp_path, capsys):
+def test_a_folder_that_is_no_run_is_one_clear_error(files, message, tmp_path):
     folder = tmp_path / "run"
     if files is not None:
         folder.mkdir()
         for file, content in files.items():
             (folder / file).write_bytes(content)
-    assert report.main([str(folder)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith(ERROR) and message in err and err.count("\n") == 1
+    error = fault_of(report.main, [str(folder)])
+    assert error.startswith(ERROR) and message in error
     assert not (folder / "report.html").exists()
 
 
 @pytest.mark.runs
 @pytest.mark.parametrize("module", ["jinja2", "matplotlib"])
-def test_a_missing_extra_is_one_clear_error(module, tmp_path, monkeypatch, capsys):
+def test_a_missing_extra_is_one_clear_error(module, tmp_path, monkeypatch):
     write_rows(tmp_path / "metrics.jsonl", [row(1)])
     monkeypatch.setitem(sys.modules, module, None)
-    assert report.main([str(tmp_path)]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(ERROR) and f"needs the package {module}" in err and "[plot]" in err
-    assert err.count("\n") == 1 and not (tmp_path / "report.html").exists()
+    error = fault_of(report.main, [str(tmp_path)])
+    assert error.startswith(ERROR) and f"needs the package {module}" in error and "[plot]" in error
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_rows_that_are_garbled_are_counted_and_numbers_that_are_none_are_gaps(tmp_path):

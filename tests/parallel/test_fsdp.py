@@ -39,23 +39,10 @@ def exchanged(name, layout, **model):
 @pytest.mark.runs
 @pytest.mark.parametrize("policy", [None, *("*:full", "*:full/2"), "*:core_attn+layernorm+mlp"])
 def test_a_layer_is_gathered_for_forward_and_for_backward_and_not_again_for_its_replay(policy):
-    forward, middle = (
-        ["gather rest", "gather layer", "gather layer"],
-        ["gather layer", "gather layer"],
-    )
-    assert exchanged("gpt2", "fsdp2", plan=policy) == [
-        *forward,
-        *middle,
-        "reduce layer",
-        "reduce layer",
-        "reduce rest",
-    ]
-    assert exchanged("gpt2", "fsdp2, no reshard", plan=policy) == [
-        *forward,
-        "reduce layer",
-        "reduce layer",
-        "reduce rest",
-    ]
+    layers = ["gather layer"] * 2
+    forward, reduced = ["gather rest", *layers], ["reduce layer", "reduce layer", "reduce rest"]
+    assert exchanged("gpt2", "fsdp2", plan=policy) == [*forward, *layers, *reduced]
+    assert exchanged("gpt2", "fsdp2, no reshard", plan=policy) == [*forward, *reduced]
 
 
 def test_a_gradient_that_someone_else_can_read_is_not_freed():

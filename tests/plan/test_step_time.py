@@ -55,6 +55,8 @@ def seconds(config, num_ranks=8, machine=A100):
     return step_time(config, machine, num_ranks).seconds
 
 
+# A flash kernel skips half of its products, which the FLOPs of the logs count.
+HALF = replace(ideal(), bf16=replace(ideal().bf16, flash=flash(0.5)))
 TP8 = dict(tensor_model_parallel_size=8)
 PP4 = dict(pipeline_model_parallel_size=4)
 POLICIES = (
@@ -80,9 +82,7 @@ def flops_of(config, policy="*:none"):
 @pytest.mark.parametrize("tp", [1, 4])
 def test_on_an_ideal_machine_a_step_takes_its_PolicyFlops(policy, tp, backend):
     config = run(attention_backend=backend, recompute_policy=policy, tensor_model_parallel_size=tp)
-    # A flash kernel skips half of its products, which the FLOPs of the logs count.
-    half = replace(ideal(), bf16=replace(ideal().bf16, flash=flash(0.5)))
-    machine = ideal() if backend == "unfused" else half
+    machine = ideal() if backend == "unfused" else HALF
     time = step_time(config, machine, 8)
     assert time.seconds == pytest.approx(flops_of(config, policy) / 8 / 1e12, rel=1e-6)
     matmuls = (FORWARD_MATMULS, BACKWARD_MATMULS, REPLAYED_MATMULS)
@@ -92,11 +92,10 @@ def test_on_an_ideal_machine_a_step_takes_its_PolicyFlops(policy, tp, backend):
 def test_attention_to_packed_documents_takes_the_share_that_is_attended():
     config = run()
     packed = run(reset_attention_mask=True, plan_attended=0.25)
-    machine = replace(ideal(), bf16=replace(ideal().bf16, flash=flash(0.5)))
     flops, with_one_more = flops_of(config), flops_of(config, "*:core_attn")
     # two products in forward, and five in backward
     expected = flops - 0.75 * 3.5 * (with_one_more - flops)
-    found = step_time(packed, machine, 8).seconds
+    found = seconds(packed, machine=HALF)
     assert found == pytest.approx(expected / 8 / 1e12, rel=1e-6)
 
 
@@ -218,8 +217,11 @@ def test_an_optimizer_on_the_host_takes_its_arithmetic_and_the_copies_that_nothi
     number, machine = LAYERS * 12 * 4096**2 + (32768 + 2048) * 4096, replace(A100, overlap=1.0)
 
     def taken(machine=machine, overlaps=False, **changes):
-        place = dict(optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=overlaps)
-        return step_time(run(**place, **changes), machine, 1).terms[HOST_UPDATE]
+        return step_time(
+            run(optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=overlaps, **changes),
+            machine,
+            1,
+        ).terms[HOST_UPDATE]
 
     # one after the other: 4 bytes there, 30 read and written, 2 back
     seconds = number * (6 / A100.host_bandwidth + 30 / A100.host_memory_bandwidth)

@@ -9,8 +9,6 @@ import torch
 
 from megatron_lite.checkpointing.metadata import read_config
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.parallel.state import parallel_state
 from megatron_lite.tools.generate import Sampling, main
 from megatron_lite.tools.generation import (
     config_for_ranks,
@@ -23,6 +21,7 @@ from megatron_lite.tools.generation import (
 )
 from tests.support.commands import Ended, ended, fault_of
 from tests.support.equality import LATENT
+from tests.support.models import tp_state
 from tests.support.pairs import in_one_test
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
@@ -88,16 +87,16 @@ def test_the_coldest_temperature_shares_all_among_the_likeliest(temperature):
 class CountingModel:
     """Its likeliest next token is the last token + 1. Records the contexts that it was shown."""
 
-    def __init__(self, vocab_size=30):
-        self.vocab_size, self.contexts = vocab_size, []
+    def __init__(self):
+        self.contexts = []
 
     def __call__(self, tokens):
         self.contexts.append(tokens[0].tolist())
-        return torch.nn.functional.one_hot((tokens + 1) % self.vocab_size, self.vocab_size).float()
+        return torch.nn.functional.one_hot(tokens + 1, 30).float()
 
 
 def count_from(model, prompt, max_new_tokens=1):
-    with parallel_state(ParallelConfig(distributed_backend="gloo"), seed=1) as parallel:
+    with tp_state(1) as parallel:
         return list(
             generate_tokens(
                 model,
@@ -158,10 +157,11 @@ def test_a_stored_policy_that_is_refused_today_does_not_keep_a_checkpoint_from_b
     run = tiny_run()
     stored = json.loads(run.to_json())
     stored["recompute"]["recompute_policy"] = "stage1/*:full"
-    (tmp_path / "config.json").write_text(json.dumps(stored))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(stored))
     assert read_config(tmp_path) == run
     stored["model"]["num_layers"] = 0
-    (tmp_path / "config.json").write_text(json.dumps(stored))
+    path.write_text(json.dumps(stored))
     with pytest.raises(InputError, match="--num-layers must be at least 1"):
         read_config(tmp_path)
 
@@ -169,7 +169,7 @@ def test_a_stored_policy_that_is_refused_today_does_not_keep_a_checkpoint_from_b
 def greedy_by_hand(folder, prompt, count):
     """argmax of the model's last logits over contexts of at most 16 tokens, written out."""
     saved, _ = find_step(folder)
-    with parallel_state(ParallelConfig(distributed_backend="gloo"), seed=1) as parallel:
+    with tp_state(1) as parallel:
         model = load_model(saved, config_for_ranks(saved.config, 1, "gloo"), parallel)
         tokens = list(prompt)
         for _ in range(count):

@@ -13,9 +13,8 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.training.evaluate import mean_loss
 from megatron_lite.training.log_files import metrics_file
 from tests.support.modules import provide
+from tests.support.rank_faults import NO_DROPOUT
 from tests.support.runs import events_in, rows, run_to_end, tiny_run
-
-NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +38,11 @@ def test_the_same_seed_repeats_every_digit_over_evaluations_and_another_does_not
 def test_the_global_batch_is_the_same_however_it_is_cut(tmp_path):
     losses = []
     for size in (1, 2, 4):
-        sizes = dict(micro_batch_size=size, train_iters=8)
-        run_to_end(tiny_run(**NO_DROPOUT, **sizes, metrics=tmp_path / str(size)))
+        run_to_end(
+            tiny_run(
+                **NO_DROPOUT, micro_batch_size=size, train_iters=8, metrics=tmp_path / str(size)
+            )
+        )
         losses.append([row["lm_loss"] for row in rows(tmp_path / str(size))])
         assert losses[-1] == pytest.approx(losses[0], rel=1e-4)
 

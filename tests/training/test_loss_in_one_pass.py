@@ -110,7 +110,7 @@ def trained(config, steps=2):
         return [run.step(number) for number in range(steps)], run.state()
 
 
-def differing(config):
+def differing(rank, world_size, config):
     """Returns the names of what is not equal, to the bit, in one pass and in two."""
     assert config.loss_in_one_pass
     with two_passes():
@@ -139,11 +139,7 @@ def test_one_pass_has_the_bits_of_two(layout, model, policy, mask, chunk_size):
     config = config_of(
         f"{flags} {model} --recompute-policy {policy} {mask} --loss-chunk-size {chunk_size}"
     )
-
-    def work(rank, world_size):
-        return differing(config)
-
-    assert not any(run_ranks(work, ranks))
+    assert not any(run_ranks(differing, ranks, config))
 
 
 def single(flags=""):
@@ -156,7 +152,7 @@ def test_some_settings_take_two_passes(flags):
     assert not config_of(UNTIED).loss_in_one_pass
 
 
-def kept(config):
+def kept(rank, world_size, config):
     with parallel_state(config.parallel, seed=1) as parallel:
         run, meter = Run(config, parallel), ActivationMeter(config, parallel)
         meter._thorough = True
@@ -173,11 +169,7 @@ def kept(config):
 def test_the_kept_bytes_are_those_predicted(layout, model, mask, chunk_size):
     ranks, flags = LAYOUTS[layout]
     config = config_of(f"{flags} {model} {mask} --loss-chunk-size {chunk_size}")
-
-    def work(rank, world_size):
-        return kept(config)
-
-    for found, fault in run_ranks(work, ranks):
+    for found, fault in run_ranks(kept, ranks, config):
         assert not fault and found["activation_bytes_measured"] > 0
 
 
