@@ -159,9 +159,12 @@ def test_the_job_of_a_model_with_experts_fits_its_gpus(tmp_path):
     stub.chmod(0o755)
     done = run_script(
         ROOT / "examples" / "slurm" / "train_qwen3_30b_a3b.sbatch",
-        *("--train-iters", "7"),
+        "--train-iters",
+        "7",
         VENV=str(tmp_path),
-        **dict(SLURM_SUBMIT_DIR=str(ROOT), SLURM_NTASKS_PER_NODE="8", SLURM_JOB_NAME="x"),
+        SLURM_SUBMIT_DIR=str(ROOT),
+        SLURM_NTASKS_PER_NODE="8",
+        SLURM_JOB_NAME="x",
         SLURM_CPUS_PER_TASK="8",
     )
     assert done.returncode == 2

@@ -121,8 +121,9 @@ def test_the_header_has_the_predicted_bytes(name):
 
 
 def test_several_machines_meet_where_they_are_told():
-    where = dict(NODE_RANK="3", MASTER_ADDR="node0", MASTER_PORT="6001")
-    command = command_of(LARGE / "gpt_175b.sh", **where)
+    command = command_of(
+        LARGE / "gpt_175b.sh", NODE_RANK="3", MASTER_ADDR="node0", MASTER_PORT="6001"
+    )
     launch = "torchrun --nnodes 8 --node_rank 3 --master_addr node0 --master_port 6001"
     assert command[:11] == [*launch.split(), "--nproc_per_node", "8"]
     assert "--standalone" in command_of(LARGE / "gpt_22b.sh") and "--standalone" not in command

@@ -55,9 +55,10 @@ def test_a_run_that_saves_where_it_loads_starts_afresh_once(tmp_path, capsys):
 
 def test_another_architecture_is_refused_with_the_differing_fields(tmp_path):
     run(1, save=tmp_path)
-    model = dict(num_layers=3, normalization="RMSNorm", hidden_dropout=0.0)
     with pytest.raises(InputError, match=r"num_layers +2 +3\n +normalization +LayerNorm +RMSNorm$"):
-        run_to_end(tiny_run(**model, load=tmp_path))
+        run_to_end(
+            tiny_run(num_layers=3, normalization="RMSNorm", hidden_dropout=0.0, load=tmp_path)
+        )
 
 
 def test_finetune_takes_the_weights_alone_and_no_load_optim_the_progress_too(tmp_path):

@@ -101,8 +101,17 @@ def test_the_last_ones_the_nth_ones_and_later_ones_stay_and_nothing_else(
 
 
 def test_a_run_keeps_what_the_flags_say(tmp_path):
-    flags = dict(save_interval=2, async_save=True, save_retain_interval=4, save_keep_last=3)
-    run_to_end(saving_run(tmp_path, 11, load=False, **flags))
+    run_to_end(
+        saving_run(
+            tmp_path,
+            11,
+            load=False,
+            save_interval=2,
+            async_save=True,
+            save_retain_interval=4,
+            save_keep_last=3,
+        )
+    )
     kept = [4, 8, 10, 11]
     assert sorted(int(path.name[5:]) for path in tmp_path.glob("iter_*")) == kept
     assert [step_fault(step_directory(tmp_path, step)) for step in kept] == [None] * len(kept)

@@ -17,10 +17,15 @@ FC1, NORM, TIED = (
 
 
 def run_config(shape, interval, **settings):
-    training = dict(
-        train_iters=6, eval_iters=0, check_weight_hash_across_dp_replicas_interval=interval
+    return in_shape(
+        tiny_run(
+            train_iters=6,
+            eval_iters=0,
+            check_weight_hash_across_dp_replicas_interval=interval,
+            **settings,
+        ),
+        shape,
     )
-    return in_shape(tiny_run(**training, **settings), shape)
 
 
 def _perturbed(rank, world_size, config, odd, name, state=None):

@@ -94,8 +94,13 @@ def test_in_a_checkpoint(tmp_path, mark, first):
 
 def test_in_data_and_in_its_cache(tmp_path, mark):
     prefix = written(tmp_path / "text", ([number] * 37 for number in range(30)))
-    data = dict(data_path=(prefix,), data_cache_path=str(tmp_path / "cache"), mock_data=False)
-    config = tiny_run(train_iters=1, eval_iters=0, **data)
+    config = tiny_run(
+        train_iters=1,
+        eval_iters=0,
+        data_path=(prefix,),
+        data_cache_path=str(tmp_path / "cache"),
+        mock_data=False,
+    )
     run_to_end(config)
     arrays = sorted((tmp_path / "cache").rglob("*.*"))
     assert {path.suffix for path in arrays} == {".npy", ".lock"}

@@ -15,11 +15,8 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import tiny_run
 
 
-def times(*ms, stages=None):
-    return [
-        RankTime(rank, 0 if stages is None else stages[rank], f"node{rank // 2}", one)
-        for rank, one in enumerate(ms)
-    ]
+def times(*ms):
+    return [RankTime(rank, 0, f"node{rank // 2}", one) for rank, one in enumerate(ms)]
 
 
 def test_the_slowest_are_named_first_and_no_more_of_them_than_asked_for():
@@ -38,8 +35,14 @@ def test_a_rank_that_sleeps_in_its_layers_is_named_and_no_other_is(capfd, shape,
     """All ranks' steps take equally long: those that wait for it are not named. A step without the
     sleep takes some 10 ms, and several times as long where other work takes the processors: the
     sleep is long enough to be told from that, or becomes so. Nothing is timed afterwards."""
-    logging = dict(log_interval=3, log_straggler=True, straggler_ratio=3.0)
-    config = tiny_run(train_iters=6, eval_iters=0, global_batch_size=ranks, **logging)
+    config = tiny_run(
+        train_iters=6,
+        eval_iters=0,
+        global_batch_size=ranks,
+        log_interval=3,
+        log_straggler=True,
+        straggler_ratio=3.0,
+    )
 
     def check(seconds):
         def work(rank, world_size):

@@ -23,8 +23,17 @@ def write_corpus(prefix):
 
 
 def corpus_config(prefix, shape, **settings):
-    data = dict(data_path=(str(prefix),), split="100,0,0", mock_data=False)
-    return in_shape(tiny_run(train_iters=8, eval_iters=0, **data, **settings), shape)
+    return in_shape(
+        tiny_run(
+            train_iters=8,
+            eval_iters=0,
+            data_path=(str(prefix),),
+            split="100,0,0",
+            mock_data=False,
+            **settings,
+        ),
+        shape,
+    )
 
 
 def second_token(prefix, config, sample):

@@ -20,9 +20,18 @@ pytestmark = pytest.mark.usefixtures("two_actions")
 def language_model():
     """In eval mode, as `from_pretrained` returns it."""
     torch.manual_seed(1)
-    settings = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, vocab_size=60)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, attention_dropout=0.1)
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**settings, **heads)).eval()
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            vocab_size=60,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            attention_dropout=0.1,
+        )
+    ).eval()
 
 
 def rows():

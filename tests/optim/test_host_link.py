@@ -76,10 +76,11 @@ def test_overlap_changes_no_bit(name, tmp_path, monkeypatch):
     def work(rank, world_size):
         for folder in FOLDERS:
             monkeypatch.setattr(layouts, "HostLink", LateLink if "late" in folder else HostLink)
-            place = dict(HOST, overlap_cpu_optimizer_d2h_h2d="plain" not in folder)
             run_to_end(
                 tiny_run(
-                    **{**settings, **place},
+                    **settings,
+                    **HOST,
+                    overlap_cpu_optimizer_d2h_h2d="plain" not in folder,
                     clip_grad=1e-3,
                     learning_rate=0.01,
                     train_iters=4,
@@ -105,12 +106,13 @@ def test_every_final_gradient_leaves_during_backward(ranks, tp_size, layout, mon
     """Before a step of three micro-batches ends. All but those that a sum over TP ranks changes
     afterwards, and those of the last bucket."""
     settings = OptimizerConfig(**HOST, overlap_cpu_optimizer_d2h_h2d=True)
-    sharded = dict(settings=settings, sequence_parallel=tp_size > 1)
 
     def work(parallel):
         names = []
         monkeypatch.setattr(HostLink, "take", lambda self, name: names.append(name))
-        model, optimizer = build("gpt2", parallel, LAYOUTS[layout], **sharded)
+        model, optimizer = build(
+            "gpt2", parallel, LAYOUTS[layout], settings=settings, sequence_parallel=tp_size > 1
+        )
         backward(model, optimizer, parallel, 0, micro_batches=3)
         final = {
             name

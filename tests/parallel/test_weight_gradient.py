@@ -94,8 +94,12 @@ def test_overlap_sends_what_the_kernel_has_written(calls, name, policy):
     layouts = ("replicated", "overlap", "zero1, overlap")
 
     def work(rank, world_size):
-        options = dict(fused=True, dtype=torch.bfloat16, policy=policy)
-        return [summed(name, Layout(), layout=LAYOUTS[one], **options) for one in layouts]
+        return [
+            summed(
+                name, Layout(), layout=LAYOUTS[one], fused=True, dtype=torch.bfloat16, policy=policy
+            )
+            for one in layouts
+        ]
 
     first, second = run_ranks(work, 2, detail=False)
     for key, grad in first[0].items():
@@ -164,8 +168,17 @@ def test_a_kernel_gives_the_gradients_of_autograd(name, function, place, dtype):
 
     def work(rank, world_size):
         for micro_batches in (1, 3):
-            options = dict(function=function, dtype=dtype, micro_batches=micro_batches)
-            plain, fused = (summed(name, place, fused=fused, **options) for fused in (False, True))
+            plain, fused = (
+                summed(
+                    name,
+                    place,
+                    fused=fused,
+                    function=function,
+                    dtype=dtype,
+                    micro_batches=micro_batches,
+                )
+                for fused in (False, True)
+            )
             for key, grad in plain.items():
                 by_kernel = key.endswith("weight") and (
                     "linear" in key

@@ -146,8 +146,15 @@ def checked(save, *flags, **variables):
         "source examples/slurm/workload.sh; source examples/slurm/restarts.sh; "
         'check_flags "${FLAGS[@]}" --train-iters 40 "$@"; printf "%s\\0%s" "$GOAL" "$SAVE"'
     )
-    job = dict(VENV=sys.prefix, RANKS_PER_NODE="2", SLURM_JOB_NAME="gpt", CHECKPOINT_PATH=save)
-    return bash(script, *flags, **job, **variables)
+    return bash(
+        script,
+        *flags,
+        VENV=sys.prefix,
+        RANKS_PER_NODE="2",
+        SLURM_JOB_NAME="gpt",
+        CHECKPOINT_PATH=save,
+        **variables,
+    )
 
 
 @pytest.mark.parametrize(

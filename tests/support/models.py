@@ -77,8 +77,12 @@ def on_ranks(fn, world_size, *, tp_size=1, detail=None, **others):
 
 def with_new_streams(parallel):
     """Returns the state with random numbers that are the same every time."""
-    place = dict(tp_rank=parallel.tp_rank, dp_rank=parallel.dp_cp_rank)
-    return replace(parallel, rng=RngStreams(parallel.device, seed=7, **place))
+    return replace(
+        parallel,
+        rng=RngStreams(
+            parallel.device, seed=7, tp_rank=parallel.tp_rank, dp_rank=parallel.dp_cp_rank
+        ),
+    )
 
 
 def padded_vocab_size(tp_size):
@@ -299,14 +303,14 @@ class Outcome:
     grads: dict[str, Tensor]
 
 
-def loss_and_grads(model, parallel, *, micro_batches=2, seq_length=SEQ_LENGTH):
-    """Runs micro-batches forward and backward through the product's own gradient buffer."""
+def loss_and_grads(model, parallel, *, seq_length=SEQ_LENGTH):
+    """Runs two micro-batches forward and backward through the product's own gradient buffer."""
     parameters = dict(model.named_parameters())
     buffer = GradBuffer(parameters, parallel)
     total = torch.zeros((), dtype=torch.float64)
-    for number in range(micro_batches):
+    for number in range(2):
         tokens, labels = sample_tokens(number, parallel=parallel, seq_length=seq_length)
-        loss = model(tokens, labels).mean() / (micro_batches * parallel.cp_size)
+        loss = model(tokens, labels).mean() / (2 * parallel.cp_size)
         loss.backward()
         total += loss.detach()
     buffer.reduce_()

@@ -161,10 +161,11 @@ def run_watched(config, rank, *, world_size, num_microbatches, steps=1):
 
     config: with a vocabulary size. Building the model and the optimizer is not watched.
     """
-    place = dict(rank=rank, world_size=world_size, num_microbatches=num_microbatches)
     with (
         pytest.MonkeyPatch.context() as patch,
-        step_on_the_device(config, patch, **place) as (streams, runner, optimizer, batches),
+        step_on_the_device(
+            config, patch, rank=rank, world_size=world_size, num_microbatches=num_microbatches
+        ) as (streams, runner, optimizer, batches),
     ):
         watch, show = Watch(streams), torch._tensor_str._str
 

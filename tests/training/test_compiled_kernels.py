@@ -104,7 +104,7 @@ def test_no_policy_changes_a_bit_of_a_compiled_run():
         ({}, "*:none", 5),
         ({}, "*:pointwise", 1),
         (dict(LLAMA, qk_layernorm=True), "*:none", None),
-        (dict(LLAMA), "*:pointwise", None),
+        (LLAMA, "*:pointwise", None),
         (dict(fp32_residual_connection=True, apply_layernorm_1p=True), "*:layernorm", None),
         (dict(fp32_residual_connection=True, normalization="RMSNorm"), "*:none", None),
     ],
@@ -116,9 +116,16 @@ def test_the_kept_bytes_are_predicted(tmp_path, model, policy, statistics):
     and keys keep views of one storage."""
     predicted = {}
     for compiles in (False, True):
-        training = dict(train_iters=1, eval_iters=0, bf16=True, torch_compile=compiles)
         run_to_end(
-            tiny_run(metrics=tmp_path / str(compiles), **training, **model, recompute_policy=policy)
+            tiny_run(
+                metrics=tmp_path / str(compiles),
+                train_iters=1,
+                eval_iters=0,
+                bf16=True,
+                torch_compile=compiles,
+                **model,
+                recompute_policy=policy,
+            )
         )
         (row,) = rows(tmp_path / str(compiles))
         assert row["activation_bytes_predicted"] == row["activation_bytes_measured"]
@@ -222,10 +229,15 @@ def test_shapes_that_vary_do_not_compile_without_end():
 @pytest.mark.usefixtures("uncompiled")
 def test_layers_micro_batches_and_evaluations_share_their_graphs(capsys):
     def num_graphs(num_layers, num_microbatches):
-        training = dict(
-            global_batch_size=num_microbatches, train_iters=2, eval_interval=1, torch_compile=True
+        trainer = run_to_end(
+            tiny_run(
+                num_layers=num_layers,
+                global_batch_size=num_microbatches,
+                train_iters=2,
+                eval_interval=1,
+                torch_compile=True,
+            )
         )
-        trainer = run_to_end(tiny_run(num_layers=num_layers, **training))
         kernels = next(iter(trainer.model)).decoder.context.kernels
         assert kernels is not None
         return kernels.num_graphs

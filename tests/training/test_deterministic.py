@@ -32,7 +32,9 @@ def test_no_figure_depends_on_memory_that_nothing_has_written(
         run_to_end(
             tiny_run(
                 metrics=tmp_path / name,
-                **dict(deterministic_mode=True, train_iters=2, **training),
+                deterministic_mode=True,
+                train_iters=2,
+                **training,
                 save=str(tmp_path / f"c{name}"),
                 recompute_policy=policy,
             )
@@ -92,7 +94,7 @@ def test_flash_is_the_newest_flash_attention_that_runs(monkeypatch, installed):
     said = deterministic.use_asked_attention_(None, config, rank)
     assert active == [installed] * bool(installed)
     assert said == [f"--attention-backend flash is {installed} of torch's registry"] * len(active)
-    config = tiny_run(**dict(flash, kv_channels=4), bf16=True)
+    config = tiny_run(**flash, kv_channels=4, bf16=True)
     with pytest.raises(
         InputError, match=r"flash has no kernel .* \(no such kernel\): give .* auto"
     ):

@@ -154,8 +154,7 @@ def in_pipeline(rank, world_size):
 
 
 def test_every_stage_of_a_pipeline_keeps_documents_apart():
-    overrides = dict(num_layers=3, untie_embeddings_and_output_weights=True)
-    expected = one_by_one("gpt2", range(3), **overrides)
+    expected = one_by_one("gpt2", range(3), num_layers=3, untie_embeddings_and_output_weights=True)
     ranks = run_ranks(in_pipeline, 3)
     grads = {
         name.partition("chunks.0.")[2] or name: grad

@@ -217,8 +217,14 @@ def test_a_run_goes_on_to_the_bit_however_its_experts_were_spread(layout, tmp_pa
         settings = dict(settings, num_layers=2)
 
     def run(name, save, load=None, layout=layout, **until):
-        places = dict(save=str(tmp_path / save), load=load and str(tmp_path / load))
-        train(layout, tmp_path / f"{name}.jsonl", **settings, **places, **until)
+        train(
+            layout,
+            tmp_path / f"{name}.jsonl",
+            **settings,
+            save=str(tmp_path / save),
+            load=load and str(tmp_path / load),
+            **until,
+        )
 
     run("w", "whole")
     run("p", "parts", until=3)

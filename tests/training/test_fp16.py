@@ -61,9 +61,19 @@ def test_a_skipped_update_does_not_advance_the_learning_rate_nor_does_a_restart(
     """As in Megatron, where a scale of 2^32 skips some 15 updates before the first one."""
 
     def run(iterations, **checkpoint):
-        schedule = dict(lr=0.01, lr_decay_style="linear", lr_warmup_iters=2, lr_decay_iters=9)
-        length = dict(train_iters=iterations, eval_iters=0, metrics=tmp_path / "metrics")
-        run_to_end(fp16_run(dict(CALM, hysteresis=3), **schedule, **length, **checkpoint))
+        run_to_end(
+            fp16_run(
+                dict(CALM, hysteresis=3),
+                lr=0.01,
+                lr_decay_style="linear",
+                lr_warmup_iters=2,
+                lr_decay_iters=9,
+                train_iters=iterations,
+                eval_iters=0,
+                metrics=tmp_path / "metrics",
+                **checkpoint,
+            )
+        )
         return [row["learning_rate"] for row in rows(tmp_path / "metrics")]
 
     calm = run(6)

@@ -60,7 +60,7 @@ def message_of(config):
 
 def large_run(**training):
     return tiny_run(
-        num_layers=8, hidden_size=64, **dict(micro_batch_size=64, global_batch_size=64, **training)
+        num_layers=8, hidden_size=64, micro_batch_size=64, global_batch_size=64, **training
     )
 
 
@@ -126,8 +126,11 @@ def test_a_run_beyond_its_limit_ends_with_one_line_and_status_2():
 
 def test_the_second_step_is_measured_and_compared(monkeypatch, capsys, tmp_path):
     config = large_run(train_iters=4, eval_iters=0)
-    measured = dict(log_peak_memory=True, machine="cpu", metrics_jsonl=f"{tmp_path}/metrics.jsonl")
-    run_to_end(with_settings(config, **measured))
+    run_to_end(
+        with_settings(
+            config, log_peak_memory=True, machine="cpu", metrics_jsonl=f"{tmp_path}/metrics.jsonl"
+        )
+    )
     out = capsys.readouterr().out
     line = next(line for line in out.splitlines() if line.startswith("peak of a step"))
     share = re.search(r"\((\d+\.\d)% of it\)", line)

@@ -9,8 +9,15 @@ from tests.support.runs import rows, run_to_end, tiny_run
 
 def test_a_trace_holds_the_named_iterations_of_the_named_rank(tmp_path):
     def run(name, **profiling):
-        settings = dict(train_iters=6, eval_iters=0, tensorboard_dir=str(tmp_path / "tb"))
-        run_to_end(tiny_run(metrics=tmp_path / name, **settings, **profiling))
+        run_to_end(
+            tiny_run(
+                metrics=tmp_path / name,
+                train_iters=6,
+                eval_iters=0,
+                tensorboard_dir=str(tmp_path / "tb"),
+                **profiling,
+            )
+        )
 
     def work(rank, world_size):
         run("without")

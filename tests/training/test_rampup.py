@@ -22,10 +22,19 @@ CONSUMED = [2, 4, 8, 14, 22, 30, 38]
 
 
 def test_the_run_follows_the_ramp_and_its_learning_rate_the_samples(tmp_path, capsys):
-    schedule = dict(lr=1.0, lr_decay_style="linear", lr_warmup_samples=8)
-    length = dict(train_iters=None, train_samples=40)
-    logging = dict(metrics=tmp_path / "m", log_interval=1, log_style="megatron")
-    run_to_end(tiny_run(**RAMP, **schedule, **length, **logging))
+    run_to_end(
+        tiny_run(
+            **RAMP,
+            lr=1.0,
+            lr_decay_style="linear",
+            lr_warmup_samples=8,
+            train_iters=None,
+            train_samples=40,
+            metrics=tmp_path / "m",
+            log_interval=1,
+            log_style="megatron",
+        )
+    )
     written = rows(tmp_path / "m")
     assert [row["global_batch_size"] for row in written] == SIZES
     assert [row["consumed_samples"] for row in written] == CONSUMED
@@ -44,9 +53,14 @@ def test_the_run_follows_the_ramp_and_its_learning_rate_the_samples(tmp_path, ca
 
 def test_a_ramp_through_a_batch_the_interleaved_pipeline_cannot_take_is_refused(tmp_path):
     """A ramp over 2, 5 and 8 samples; its last iterations may come from a checkpoint behind it."""
-    pipeline = dict(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
-    shape = dict(**pipeline, num_layers=4)
-    saving = tiny_run(**RAMP, **shape, train_iters=3, save=str(tmp_path))
+    saving = tiny_run(
+        **RAMP,
+        pipeline_model_parallel_size=2,
+        num_virtual_stages_per_pipeline_rank=2,
+        num_layers=4,
+        train_iters=3,
+        save=str(tmp_path),
+    )
     ramp = with_settings(saving, rampup_batch_size=(2, 3, 6), train_iters=5)
 
     def work(rank, world_size):

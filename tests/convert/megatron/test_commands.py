@@ -36,8 +36,7 @@ ARGUMENTS = """
 )
 def test_the_answer_to_a_megatron_checkpoint_is_a_command_that_works(format_name, tmp_path, capsys):
     theirs, ours = tmp_path / "a folder of theirs", tmp_path / "ours"
-    checkpoint = dict(save=ours, save_interval=2)
-    run_to_end(tiny_run(train_iters=2, **checkpoint))
+    run_to_end(tiny_run(train_iters=2, save=ours, save_interval=2))
     formats()[format_name].write(formats()["megatron-lite"].source(ours), theirs)
     with pytest.raises(InputError, match="is a checkpoint of Megatron-LM"):
         run_to_end(tiny_run(load=theirs / "iter_0000002"))
