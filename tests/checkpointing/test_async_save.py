@@ -19,7 +19,7 @@ from tests.support.layouts import LAYOUTS
 from tests.support.limits import HANG_S
 from tests.support.mutants import replaces
 from tests.support.ranks import run_ranks
-from tests.support.runs import run_to_end, step_bytes, tiny_run
+from tests.support.runs import run_on_ranks, run_to_end, step_bytes, tiny_run
 
 CASES = {
     "tp2 sp dp2": (4, dict(tp_size=2, sequence_parallel=True)),
@@ -32,10 +32,6 @@ CASES = {
 def warm():
     """What a run imports late need not be imported again by each fork."""
     run_to_end(tiny_run(train_iters=1, eval_iters=0))
-
-
-def train(rank, world_size, config):
-    run_to_end(config)
 
 
 class Steps:
@@ -76,7 +72,7 @@ def test_every_step_has_the_bytes_of_one_saved_in_the_foreground(tmp_path, layou
                 return real(self, snapshot)
 
             late(patch)
-            train(rank, world_size, config)
+            run_to_end(config)
 
     def config_of(folder, *, async_save):
         return tiny_run(
@@ -89,7 +85,7 @@ def test_every_step_has_the_bytes_of_one_saved_in_the_foreground(tmp_path, layou
             async_save=async_save,
         )
 
-    run_ranks(train, world_size, config_of("sync", async_save=False))
+    run_on_ranks(config_of("sync", async_save=False), world_size)
     run_ranks(slow_train, world_size, config_of("async", async_save=True))
     for step in range(1, 6):
         folders = [tmp_path / name / f"iter_{step:07d}" for name in ("async", "sync")]

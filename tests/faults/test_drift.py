@@ -83,9 +83,8 @@ def test_drifted_weights_are_not_saved_and_the_last_checkpoint_leads_to_the_same
     """The interval alone would not have found it before the save."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     config = run_config("dp2", 100)
-    saves = dict(save_interval=2)
     drifts, goes_on, never = (
-        with_checkpoint(config, save=str(save), load=load, **saves)
+        with_checkpoint(config, save=str(save), load=load, save_interval=2)
         for save, load in ((parts, None), (parts, str(parts)), (whole, None))
     )
     for error, iteration in run_ranks(_perturbed, 2, drifts, 0, FC1):

@@ -83,9 +83,8 @@ def test_every_rank_stops_and_the_run_goes_on_from_its_checkpoint_once_the_data_
     # read by the last data-parallel rank in iteration 6
     place, document = second_token(prefix, config, sample=4 * 5 + 3)
     good = int(np.fromfile(f"{prefix}.bin", np.uint16)[place])
-    saves = dict(save_interval=2)
     ranks = SHAPES[shape].ranks
-    stopped = with_checkpoint(config, save=str(parts), **saves)
+    stopped = with_checkpoint(config, save=str(parts), save_interval=2)
     ended = run_ranks(_run, ranks, stopped, prefix, place)
     assert {iteration for iteration, _ in ended} == {5}
     (message,) = [str(error) for _, error in ended if type(error) is InputError]
@@ -94,7 +93,7 @@ def test_every_rank_stops_and_the_run_goes_on_from_its_checkpoint_once_the_data_
     assert (parts / LATEST).read_text() == "4"
     assert write(prefix, place, good) == 60000
     for folder, load in ((parts, str(parts)), (whole, None)):
-        resumed = with_checkpoint(config, save=str(folder), load=load, **saves)
+        resumed = with_checkpoint(config, save=str(folder), load=load, save_interval=2)
         assert run_ranks(_run, ranks, resumed) == [(8, None)] * ranks
     assert step_bytes(parts, 8) and step_bytes(parts, 8) == step_bytes(whole, 8)
 
