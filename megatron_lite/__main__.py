@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron_lite import __version__
-from megatron_lite.parallel.signals import ctrl_c_raises, dies_without_reader
+from megatron_lite.parallel.signals import ctrl_c_raises, safe_output
 
 # The module whose `main(argv, program)` runs a subcommand and returns the exit status, and what
 # the subcommand does.
@@ -87,7 +87,7 @@ def _command(started: str) -> str:
 
 
 def _print(text: str) -> int:
-    with dies_without_reader():
+    with safe_output():
         print(text)
     return 0
 

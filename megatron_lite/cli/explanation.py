@@ -24,7 +24,7 @@ from megatron_lite.data.tokenizers import resolve_vocabulary
 from megatron_lite.memory.explain.recompute_report import explain, likely_device
 from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.parallel.launch import Launch
-from megatron_lite.parallel.signals import dies_without_reader
+from megatron_lite.parallel.signals import safe_output
 from megatron_lite.plan.auto_policy import with_chosen_policy
 from megatron_lite.plan.hardware import (
     CPU_MACHINE,
@@ -173,12 +173,12 @@ def main(argv: Sequence[str], program: str = "megatron-lite explain") -> int:
             train=" ".join(subcommand("train")),
             machines=", ".join(machine_names()),
         )
-        with dies_without_reader():
+        with safe_output():
             print(text, end="")
         return 0 if argv else 2
     assumed = assumed_words(argv)
     if assumed:
-        with dies_without_reader():
+        with safe_output():
             print(f"assumed for this model: {' '.join(assumed)}")
     # The planner's --gpu takes the names that --machine takes here.
     renamed = [re.sub("^--gpu(?==|$)", "--machine", word) for word in argv]

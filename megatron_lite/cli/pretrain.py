@@ -17,7 +17,7 @@ from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch, read_launch, use_expandable_segments
 from megatron_lite.parallel.messages import await_turn, print_fault, silent_unless
-from megatron_lite.parallel.signals import die_of, dies_without_reader
+from megatron_lite.parallel.signals import die_of, safe_output
 
 from .flags import parse_args
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None, program: str = SCRIPT) -> int:
     try:
         launch = read_launch()
         rank = launch.rank
-        with dies_without_reader():
+        with safe_output():
             return run(words, launch, program)
     except InputError as error:
         # Rank 0 reports at once and ends, and the launcher ends the ranks that wait. So only one

@@ -45,7 +45,7 @@ def silent_unless(speaks: bool) -> Iterator[None]:
     """
     with contextlib.ExitStack() as hidden:
         if not speaks:
-            nowhere = hidden.enter_context(open(os.devnull, "w"))
+            nowhere = hidden.enter_context(open(os.devnull, "w", errors="replace"))
             hidden.enter_context(contextlib.redirect_stdout(nowhere))
             hidden.enter_context(contextlib.redirect_stderr(nowhere))
         yield

@@ -5,6 +5,7 @@ A command first cleans up, and then ends by the same signal, so that its shell s
 
 import atexit
 import contextlib
+import io
 import os
 import select
 import signal
@@ -118,13 +119,18 @@ def die_of(number: int) -> NoReturn:
 
 
 @contextlib.contextmanager
-def dies_without_reader() -> Iterator[None]:
-    """Ends this process by SIGPIPE, without a message, once nobody reads its standard output.
+def safe_output() -> Iterator[None]:
+    """Lets a command print any text in the block, also to a program that stops reading.
 
+    Standard output shows ? for a character that its encoding lacks. A file name may have any.
+
+    Once nobody reads standard output, this process ends by SIGPIPE, without a message.
     `command | head` closes the pipe in this way. Python ignores SIGPIPE, so that writing raises
     BrokenPipeError instead. The block's end writes the buffered output. A BrokenPipeError of
     another file passes through.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         try:
             yield

@@ -2,9 +2,7 @@
 it."""
 
 import atexit
-import io
 import os
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +11,7 @@ from megatron_lite.config.checks import InputError, quoted
 from megatron_lite.config.run_flags import Parser
 from megatron_lite.parallel.launch import read_launch
 from megatron_lite.parallel.messages import await_turn, print_fault, silent_unless
-from megatron_lite.parallel.signals import Stopped, die_of, dies_without_reader, stoppable
+from megatron_lite.parallel.signals import Stopped, die_of, safe_output, stoppable
 
 # A fault that all ranks find is printed once: the launcher ends the other ranks while they wait.
 RANK_0_SPEAKS_FIRST_S = 5.0
@@ -30,11 +28,8 @@ def exit_status(command: Callable[[], object], program: str = "") -> int:
     reports the signal, and the process dies of it, as a shell expects. It also dies, of SIGPIPE and
     without a message, once nobody reads its output.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # a terminal that lacks a character shows ? in its place
-        sys.stdout.reconfigure(errors="replace")
     try:
-        with stoppable(), dies_without_reader():
+        with stoppable(), safe_output():
             status = command()
             return status if isinstance(status, int) else 0
     except (InputError, OSError) as error:

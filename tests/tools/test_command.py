@@ -3,10 +3,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
+from io import BytesIO, TextIOWrapper
 
 import pytest
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.parallel.messages import silent_unless
+from megatron_lite.parallel.signals import safe_output
 from megatron_lite.tools import generate
 from megatron_lite.tools.command import RANK_0_SPEAKS_FIRST_S, exit_status
 from tests.support.commands import MOCK, ROOT, SMALL_RUN, ended, environment, python
@@ -22,13 +26,8 @@ def waits(monkeypatch):
 
 
 def become_rank(monkeypatch, rank):
-    for name, value in {
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
+    for pair in f"RANK={rank} WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=1".split():
+        monkeypatch.setenv(*pair.split("="))
 
 
 def closed_pipe():
@@ -42,20 +41,12 @@ def fail():
     raise InputError("the file is empty")
 
 
-@pytest.mark.parametrize(
-    ("rank", "expected", "waited"),
-    [
-        (0, "error: the file is empty\n", []),
-        (1, "[rank 1] error: the file is empty\n", [RANK_0_SPEAKS_FIRST_S]),
-    ],
-)
-def test_rank_0_reports_a_fault_at_once_and_the_others_after_it(
-    monkeypatch, waits, rank, capsys, expected, waited
-):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_reports_a_fault_at_once_and_the_others_after_it(monkeypatch, waits, rank, capsys):
     become_rank(monkeypatch, rank)
     assert exit_status(fail) == 2
-    assert capsys.readouterr().err == expected
-    assert waits == waited
+    assert capsys.readouterr().err == "[rank 1] " * rank + "error: the file is empty\n"
+    assert waits == [RANK_0_SPEAKS_FIRST_S] * rank
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -95,6 +86,14 @@ def test_a_command_whose_output_nobody_reads_dies_of_sigpipe_in_silence(command)
         check=False,
     )
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
+
+
+def test_a_character_that_an_output_lacks_is_a_question_mark():
+    with redirect_stdout(TextIOWrapper(BytesIO(), "ascii")) as out, safe_output():
+        print("\xe9\udcff")
+        with silent_unless(False):
+            print("\udcff")
+    assert out.buffer.getvalue() == b"??\n"
 
 
 @pytest.mark.parametrize("module", ["", "pretrain_gpt.py", "megatron_lite.tools.convert"])
