@@ -107,7 +107,8 @@ def run(args: argparse.Namespace) -> None:
                 file=sys.stderr,
             )
         new_tokens = generate_tokens(
-            model,
+            # A model may have more ids than its tokenizer (--vocab-size), which have no text.
+            lambda ids: model(ids)[..., : tokenizer.vocab_size],
             tokens,
             sampling=args.sampling,
             window=window,
