@@ -46,6 +46,7 @@ EVALUATION = re.compile(
     r"(validation|test) loss at iteration (\d{1,9})(?: \| lm loss value)?: "
     r"(\d{1,9}\.\d{1,9}(?:E[+-]\d{2,3})?) "
 )
+STARTED = re.compile(r"started \S+ \S+ on \S+ after iteration (\d{1,9})\s")
 Row = dict[str, float | None]
 
 
@@ -102,10 +103,18 @@ def read_run(paths: Sequence[str]) -> RunRecord:
         if input_size(log) > MOST_BYTES:
             run.notices.append(f"{log.name} is larger than {MOST_BYTES >> 20} MiB: left out")
             continue
+        logged: dict[tuple[int, str], float] = {}
         for line in _lines(log):  # of several evaluations after one iteration the last counts
-            told = EVALUATION.search(line.decode(errors="replace"))
+            text = line.decode(errors="replace")
+            if started := STARTED.match(text):  # this start trains later iterations anew
+                while logged and next(reversed(logged))[0] > int(started[1]):
+                    logged.popitem()
+            told = EVALUATION.search(text)
             if told and (loss := figure(float(told[3]))) is not None:
-                run.logged.setdefault(told[1], {})[int(told[2])] = loss
+                logged[int(told[2]), told[1]] = loss
+        for (at, name), loss in logged.items():
+            if at <= next(reversed(run.rows)):
+                run.logged.setdefault(name, {})[at] = loss
     for at, row in run.rows.items():
         if row["skipped"] or row["nan"]:
             run.events[at, "skipped", "the loss is NaN or infinite" if row["nan"] else ""] = None

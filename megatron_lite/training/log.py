@@ -83,7 +83,10 @@ class RunLog:
         if parallel.rank == 0:
             self._terminal = Terminal(total=facts.num_iterations, done=start.iteration)
             self._open()
-        started = f"started {datetime.now():%Y-%m-%d %H:%M:%S} on {socket.gethostname()}"
+        started = (
+            f"started {datetime.now():%Y-%m-%d %H:%M:%S} on {socket.gethostname()} after iteration "
+            f"{start.iteration}"
+        )
         for text in (started, arguments_table(config), ranks_line(parallel), *printed):
             self.to_file(text)
         self.line(peak.line())

@@ -100,7 +100,8 @@ def metrics_file(path: str, iteration: int, flag: str = "--metrics-jsonl") -> Ap
     Keeps the rows up to `iteration` and drops later rows, which the run will write again. A resumed
     run therefore leaves the same rows as an uninterrupted one. A last line that a kill cut short is
     dropped too. The file as it was then stays beside it as FILE.previous, and a process that is
-    killed meanwhile leaves either the old or the new text whole.
+    killed meanwhile leaves either the old or the new text whole. A run from scratch removes the
+    summary of an earlier run (summary.py), since it may not write one of its own.
     flag: the option that named the file, for messages.
     """
     name, temporary = f"{flag} {path}", f"{path}.tmp"
@@ -111,6 +112,8 @@ def metrics_file(path: str, iteration: int, flag: str = "--metrics-jsonl") -> Ap
             raise InputError(
                 f"{path}: holds no metrics of a run, and would be emptied: choose another file"
             )
+        if iteration == 0:
+            Path(f"{path}.summary.json").unlink(missing_ok=True)  # of an earlier run
         kept = "".join(line for number, line in lines if number <= iteration)
         if kept != text:
             with written_beside(f"{path}.previous", name=temporary):

@@ -90,7 +90,8 @@ def test_the_log_gives_the_evaluations_and_the_metrics_the_events(tmp_path):
     numbers = [*range(1, 31), *range(11, 31)]
     write_rows(tmp_path / "metrics.jsonl", [row(one, skipped=one == 25) for one in numbers])
     line = " validation loss at iteration {} | lm loss value: {:.6E} | lm loss PPL: 1E+02 | \n"
-    log = line.format(10, 5.0) + line.format(20, 9.0) + line.format(20, 4.0)
+    log = line.format(10, 5.0) + line.format(30, 3.0) + "started day hour on h after iteration 10\n"
+    log += line.format(20, 9.0) + line.format(20, 4.0) + line.format(40, 2.0)
     for name in ("train.log", "copy.log"):
         (tmp_path / name).write_text(log)
     run = read(tmp_path)

@@ -161,6 +161,6 @@ def test_the_log_file_is_appended_to_and_has_the_error_that_ends_a_run(
     with pytest.raises(InputError, match="the sky falls"):
         run_to_end(config)
     text = path.read_text()
-    assert text.count("started ") == text.count("end of arguments") == 2
+    assert text.count(" after iteration 0\n") == text.count("end of arguments") == 2
     assert text.endswith("error: the sky falls\n")
     assert "the sky falls" not in capsys.readouterr().out

@@ -116,6 +116,15 @@ def test_a_metrics_file_of_other_contents_is_kept_aside(tmp_path):
     assert (tmp_path / "m.previous").read_bytes() == b"\xff\n"
 
 
+def test_a_run_from_scratch_removes_the_summary_of_an_earlier_one(tmp_path):
+    summary = tmp_path / "m.summary.json"
+    summary.touch()
+    for iteration in (1, 0):
+        assert summary.exists()
+        metrics_file(f"{tmp_path}/m", iteration).close()
+    assert not summary.exists()
+
+
 def test_rows_with_numbers_that_json_has_not_stay(tmp_path):
     path = tmp_path / "m"
     path.write_text('{"iteration": 1, "lm_loss": NaN}\n')
