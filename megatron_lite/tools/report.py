@@ -97,8 +97,11 @@ def read_run(paths: Sequence[str]) -> RunRecord:
         except ValueError:
             run.notices.append(f"{path.name} is no summary of a run")
         else:
-            known = ((name, figure(value)) for name, value in values.items())
-            run.summary = {name: value for name, value in known if value is not None}
+            run.summary = {
+                name: value
+                for name, given in values.items()
+                if (value := figure(given)) is not None
+            }
     for log in logs:
         if input_size(log) > MOST_BYTES:
             run.notices.append(f"{log.name} is larger than {MOST_BYTES >> 20} MiB: left out")

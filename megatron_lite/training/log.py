@@ -97,6 +97,20 @@ class RunLog:
         log, skipped = log_file_path(run), skipped_batches_path(run)
         if not (log or config.metrics_jsonl or config.wandb_project):
             return
+        files: dict[str, str] = {}
+        for name, path in (
+            ("the log file", log),
+            ("--metrics-jsonl", config.metrics_jsonl),
+            ("--memory-timeline", config.memory_timeline),
+            ("the list of skipped batches", skipped),
+        ):
+            # Several may be one device or pipe.
+            if path is not None and (os.path.isfile(path) or not os.path.exists(path)):
+                other = files.setdefault(os.path.realpath(path), name)
+                if other != name:
+                    raise InputError(
+                        f"{path}: is {other} and {name}: give each of them a file of its own"
+                    )
         from . import log_files
 
         if log is not None:

@@ -94,6 +94,9 @@ class AppendedFile:
         os.close(self._descriptor)
 
 
+ROW = '{"iteration": '  # as every row begins
+
+
 def metrics_file(path: str, iteration: int, flag: str = "--metrics-jsonl") -> AppendedFile:
     """Opens a file with one JSON object a line.
 
@@ -108,7 +111,9 @@ def metrics_file(path: str, iteration: int, flag: str = "--metrics-jsonl") -> Ap
     with _opening(Path(path), name):
         text = Path(path).read_text(errors="replace") if os.path.isfile(path) else ""
         lines = [(_iteration_of(line), line) for line in text.splitlines(keepends=True)]
-        if len(lines) > 1 and min(lines)[0] == math.inf:
+        # A kill may have left nothing but a part of the first row.
+        is_cut = len(lines) < 2 and ROW.startswith(text[: len(ROW)])
+        if not is_cut and min(lines)[0] == math.inf:
             raise InputError(
                 f"{path}: holds no metrics of a run, and would be emptied: choose another file"
             )

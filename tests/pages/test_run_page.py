@@ -28,8 +28,6 @@ def row(iteration, **values):
         "learning_rate": 1e-3 / iteration,
         "iteration_ms": 100.0 + iteration % 3,
         "tokens_per_second": 640.0 + iteration,
-        "skipped": 0,
-        "nan": 0,
         **values,
     }
 
@@ -121,7 +119,7 @@ def test_hostile_texts_are_text(tmp_path):
     parsed = ParsedPage(page)
     assert parsed.faults == [] and "\u202e" not in page
     assert [tag for tag, _ in parsed.tags].count("img") == 1, "the picture of the curves"
-    assert parsed.text.count("alert(1)") >= 1
+    assert "alert(1)" in parsed.text
     policy = next(
         str(attributes["content"])
         for _, attributes in parsed.tags

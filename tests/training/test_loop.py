@@ -108,12 +108,23 @@ def test_a_log_that_cannot_be_written_is_one_error(tmp_path, kind):
         run_to_end(tiny_run(**{kind: str(tmp_path / "file" / "below")}))
 
 
-def test_a_metrics_file_of_other_contents_is_kept_aside(tmp_path):
+def test_a_file_that_holds_no_metrics_is_refused_and_one_cut_row_is_kept_aside(tmp_path):
     path = tmp_path / "m"
-    path.write_bytes(b"\xff\n")
-    run_to_end(tiny_run(train_iters=1, metrics=path))
-    assert [row["iteration"] for row in rows(path)] == [1]
-    assert (tmp_path / "m.previous").read_bytes() == b"\xff\n"
+    for content in (b"\xff\n", b"\x03\0", b"{}"):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match="no metrics of a run"):
+            metrics_file(str(path), 0)
+        assert path.read_bytes() == content
+    path.write_text('{"iter')
+    metrics_file(str(path), 0).close()
+    assert path.read_text() == "" and (tmp_path / "m.previous").read_text() == '{"iter'
+
+
+def test_two_files_of_a_run_are_not_one_but_for_devices(tmp_path):
+    (tmp_path / "link").symlink_to("train.log")
+    with pytest.raises(InputError, match="link: is the log file and --metrics-jsonl: give"):
+        run_to_end(tiny_run(metrics=tmp_path / "link", log_file=tmp_path / "train.log"))
+    run_to_end(tiny_run(train_iters=1, metrics="/dev/null", log_file="/dev/null"))
 
 
 def test_a_run_from_scratch_removes_the_summary_of_an_earlier_one(tmp_path):
@@ -208,7 +219,7 @@ def test_a_batch_of_evaluations_has_its_own_size_and_training_is_the_same(tmp_pa
             metrics=file, train_iters=3, eval_interval=2, log_interval=1, **evaluation
         )
         trainer = run_to_end(config)
-        losses = [row["lm_loss"] for row in rows(file) if "lm_loss" in row]
+        losses = [row["lm_loss"] for row in rows(file)]
         weights = [weight.detach() for weight in trainer.model.parameters()]
         assert trainer.datasets.valid is not None
         found.append((losses, weights, mean_loss(trainer, trainer.datasets.valid)))
