@@ -207,6 +207,7 @@ echo "[7/7] A sample from the checkpoint"
 prompt="def "
 if grep -q "ROMEO:" "$DATA/corpus.jsonl"; then prompt="ROMEO:"; fi
 python -m megatron_lite.tools.generate --load "$RUN/checkpoint" --prompt "$prompt"
+for name in root RUN VIRTUAL_ENV; do printf -v "$name" %q "${!name}"; done  # as a shell reads them
 cat <<NEXT
 
 Done. After
@@ -217,7 +218,7 @@ you can
 
   sample again      python -m megatron_lite.tools.generate --load $RUN/checkpoint \\
                         --prompt "..." --top-p 0.8
-  look at the run   pip install -e '$root[plot]'
+  look at the run   pip install -e $root'[plot]'
                     python -m megatron_lite.tools.report $RUN
                     (it makes an HTML page of the run)
   use your text     prepare it as $root/docs/data.md says, and give the command
