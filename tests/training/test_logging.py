@@ -65,12 +65,8 @@ def test_the_flops_of_a_line_are_those_of_the_attended_documents():
 
 def own_fields(records):
     """The fields after Megatron's last one, up to the peak memory."""
-    fields = iteration_line(Interval(records, FACTS), FACTS, throughput=False).split(" | ")
-    start = next(
-        place for place, field in enumerate(fields) if field.startswith("number of nan iterations")
-    )
-    stop = next(place for place, field in enumerate(fields) if field.startswith("peak GiB"))
-    return fields[start + 1 : stop]
+    line = iteration_line(Interval(records, FACTS), FACTS, throughput=False)
+    return re.search(r"nan iterations: +\d+ \| (.*) \| peak GiB", line)[1].split(" | ")
 
 
 def test_utilization_is_flops_over_time_ranks_and_peak():

@@ -38,12 +38,9 @@ def test_the_same_seed_repeats_every_digit_over_evaluations_and_another_does_not
 def test_the_global_batch_is_the_same_however_it_is_cut(tmp_path):
     losses = []
     for size in (1, 2, 4):
-        run_to_end(
-            tiny_run(
-                **NO_DROPOUT, micro_batch_size=size, train_iters=8, metrics=tmp_path / str(size)
-            )
-        )
-        losses.append([row["lm_loss"] for row in rows(tmp_path / str(size))])
+        file = tmp_path / str(size)
+        run_to_end(tiny_run(**NO_DROPOUT, micro_batch_size=size, train_iters=8, metrics=file))
+        losses.append([row["lm_loss"] for row in rows(file)])
         assert losses[-1] == pytest.approx(losses[0], rel=1e-4)
 
 
@@ -215,10 +212,7 @@ def test_a_batch_of_evaluations_has_its_own_size_and_training_is_the_same(tmp_pa
         dict(eval_iters=1),
     ):
         file = tmp_path / str(len(found))
-        config = tiny_run(
-            metrics=file, train_iters=3, eval_interval=2, log_interval=1, **evaluation
-        )
-        trainer = run_to_end(config)
+        trainer = run_to_end(tiny_run(metrics=file, train_iters=3, eval_interval=2, **evaluation))
         losses = [row["lm_loss"] for row in rows(file)]
         weights = [weight.detach() for weight in trainer.model.parameters()]
         assert trainer.datasets.valid is not None
