@@ -109,20 +109,12 @@ class Evaluation(NamedTuple):
     perplexity: float
 
 
-def flops_of(record: IterationRecord, facts: RunFacts) -> list[float]:
-    """Returns the model's and the hardware's FLOPs of a full batch that attends as this one did."""
-    share = 1.0 if record.attended is None else record.attended
-    return [
-        beside + share * (whole - beside)
-        for whole, beside in zip(facts.flops, facts.beside_attention, strict=True)
-    ]
-
-
 class Interval:
     """The figures of some iterations in a row, whose batches may be smaller than the full one.
 
     ms: the mean time of an iteration.
     loss: the mean of the losses that are finite; NaN if none is.
+    flops: the model's FLOPs of a full batch that attends as the last one did.
     tokens_per_second: those of all ranks. teraflops: those of one rank.
     utilization: MFU and HFU in percent of the peak; {} if the peak is unknown. MFU counts model
         FLOPs, HFU counts hardware FLOPs (memory/predict/flops.py). Of attention all three count
@@ -147,14 +139,18 @@ class Interval:
         # The seconds of an iteration with the full batch, at this speed.
         full = facts.batch_size * milliseconds / samples / 1000.0
         self.tokens_per_second = facts.tokens / full
-        flops, hardware_flops = flops_of(self.last, facts)
-        self.teraflops = flops / full / facts.world_size / 1e12
+        share = 1.0 if self.last.attended is None else self.last.attended
+        self.flops, hardware_flops = [
+            beside + share * (whole - beside)
+            for whole, beside in zip(facts.flops, facts.beside_attention, strict=True)
+        ]
+        self.teraflops = self.flops / full / facts.world_size / 1e12
         self.utilization = {}
         if facts.peak_flops is not None:
             available = facts.peak_flops * facts.world_size * full
             hardware_flops -= spared * facts.batch_size / samples
             self.utilization = {
-                "MFU": 100.0 * flops / available,
+                "MFU": 100.0 * self.flops / available,
                 "HFU": 100.0 * hardware_flops / available,
             }
         left = facts.num_samples - self.last.consumed_samples

@@ -41,7 +41,6 @@ from .iteration_line import (
     Interval,
     IterationRecord,
     clock,
-    flops_of,
     iteration_line,
     peak_rate,
     run_facts,
@@ -299,7 +298,7 @@ class RunLog:
         skipped = progress.skipped_iterations - start.skipped_iterations
         tokens, share = samples * facts.tokens // facts.batch_size, ""
         if facts.peak_flops is not None:
-            flops = flops_of(last[-1], facts)[0] * samples / facts.batch_size
+            flops = Interval(last, facts).flops * samples / facts.batch_size
             share = f", MFU {100.0 * flops / (facts.peak_flops * facts.world_size * seconds):.1f}%"
         yield (
             "trained",

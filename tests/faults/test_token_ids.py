@@ -51,7 +51,7 @@ def second_token(prefix, config, sample):
 def write(prefix, place, token):
     """Puts a token there. Returns what stood there."""
     ids = np.memmap(f"{prefix}.bin", np.uint16, mode="r+")
-    before, ids[place] = int(ids[place]), token
+    before, ids[place] = ids[place].copy(), token
     return before
 
 
@@ -99,11 +99,6 @@ def test_every_rank_stops_and_the_run_goes_on_from_its_checkpoint_once_the_data_
 
 
 def test_a_blend_names_the_file_and_an_evaluation_stops_too(tmp_path):
-    for name in ("first", "second"):
-        write_corpus(tmp_path / name)
-    ids = np.full(12 * 40, 3, np.uint16)
-    ids[6 * 40 :] = 60000
-    (tmp_path / "second.bin").write_bytes(ids.tobytes())
     config = corpus_config(tmp_path / "second", "alone")
     blend = with_settings(config, data_path=(str(tmp_path / "first"), str(tmp_path / "second")))
     found = r"iteration 1 \(validation loss\), samples \d+ to \d+: .*second\.bin: document"
@@ -114,5 +109,7 @@ def test_a_blend_names_the_file_and_an_evaluation_stops_too(tmp_path):
         (blend, r"iteration \d, samples .*second\.bin: document"),
         (shares, found),
     ):
+        for name in ("first", "second"):
+            write_corpus(tmp_path / name)
         with pytest.raises(InputError, match=message):
-            raise _run(0, 1, config)[1]
+            raise _run(0, 1, config, tmp_path / "second", slice(240, None))[1]
