@@ -111,10 +111,11 @@ def from_hf(config: Any) -> KnownModel:
                 f"{first} {config.get(first)} with {key} {value}: both are {flag(row['field'])}"
             )
     for key, only in family["only"].items():
-        if reader.get(key) not in only["values"]:
-            raise ValueError(
-                f"{key} {quoted(config.get(key))} has no counterpart: {only['reason']}"
-            )
+        value = reader.get(key)
+        # transformers reads null as false, and a missing key as its default
+        is_false = value is None and key in config and True in only["values"]
+        if is_false or value not in only["values"]:
+            raise ValueError(f"{key} {quoted(value)} has no counterpart: {only['reason']}")
     vocab_size = reader.value("vocab_size", int, REQUIRED)
     if vocab_size < 1:
         raise ValueError(f"vocab_size must be at least 1 (got {vocab_size})")
@@ -128,6 +129,11 @@ def from_hf(config: Any) -> KnownModel:
         )
     for rule in _rules(family):
         rule.read(reader, fields)
+    if fields.get("moe_router_score_function") == "sigmoid" and fields["moe_router_topk"] == 1:
+        raise ValueError(
+            "num_experts_per_tok 1 has no counterpart: transformers divides the score of one "
+            "expert by itself, and a router here keeps it"
+        )
     if all(fields.get("no_rope_freq", (0,))):
         raise ValueError(
             "no layer has a rotary embedding, by no_rope_layers, or by layer_types without "

@@ -27,6 +27,7 @@ class Rotary(NamedTuple):
         window has no scaling, or is equal to the other one.
         "explicit": without the object transformers takes a scaling of its own.
     local: the key of the base of layers with a window in older files; default_local: that base.
+    default_length: the length before a scaling if its key is missing outside of the object.
     """
 
     default_base: int = 10000
@@ -36,6 +37,7 @@ class Rotary(NamedTuple):
     form: str = ""
     local: str = ""
     default_local: int = 0
+    default_length: int = 0
 
     def read(self, config: Config, fields: Values) -> None:
         found = self._parameters(config, fields)
@@ -51,7 +53,7 @@ class Rotary(NamedTuple):
             factor = _whole_number("factor", found.get("factor", 1))
             fields["rotary_seq_len_interpolation_factor"] = factor
         elif kind == "llama3":
-            there = {**found, LENGTH: _original_length(found, config)}
+            there = {**found, LENGTH: self._original_length(found, config)}
             other = [
                 f"{key} {quoted(there.get(key))}" for key in LLAMA3 if there.get(key) != LLAMA3[key]
             ]
@@ -92,6 +94,14 @@ class Rotary(NamedTuple):
             raise ValueError(
                 f"{self.base} outside of rope_parameters is that of some layers only in this family"
             )
+        untold = [
+            "short_factor" in one and {"rope_type", "type"}.isdisjoint(one) for one in (new, old)
+        ]
+        if any(untold) or (self.form == "by layer" and old and "rope_type" not in old):
+            raise ValueError(
+                "rope_scaling or rope_parameters has no rope_type, and transformers ignores its "
+                "other keys then: add it"
+            )
         places = [
             {"rope_theta": base, "rope_type": one.get("type", "default"), **one}
             for one in [*filter(None, (new, old))] or [{}]
@@ -121,7 +131,7 @@ class Rotary(NamedTuple):
         return found
 
     def _read_stretched(self, found: Config, config: Config, fields: Values) -> None:
-        kind, length = found.get("rope_type"), _original_length(found.values, config)
+        kind, length = found.get("rope_type"), self._original_length(found.values, config)
         by_length = fields["max_position_embeddings"] / length
         fields |= {"rope_type": kind, LENGTH: length}
         fields["rotary_scaling_factor"] = found.value("factor", float, by_length)
@@ -135,6 +145,14 @@ class Rotary(NamedTuple):
                 fields[key] = tuple(one.value(key, float, REQUIRED) for one in numbers)
             elif found.get(key) is not None:
                 fields[key] = found.value(key, float, None)
+
+    def _original_length(self, found: Values, config: Config) -> int:
+        # transformers prefers the number outside of the object, and reads none beside objects of
+        # each kind of layer
+        outside = config.get(LENGTH) or self.default_length
+        length = (self.form != "by layer" and outside) or found.get(LENGTH)
+        most = config.get("max_position_embeddings")
+        return as_whole(length or most, LENGTH, 1, MOST_SIZE)
 
     def write(self, model: ModelConfig) -> Values:
         scaling: Values | None = None
@@ -190,13 +208,6 @@ class Unrotated(NamedTuple):
     def write(self, model: ModelConfig) -> Values:
         layers = range(model.num_layers)
         return {"no_rope_layers": [int(model.layer_rotates(layer)) for layer in layers]}
-
-
-def _original_length(found: Values, config: Config) -> int:
-    # transformers prefers the number outside of the object
-    most = config.get("max_position_embeddings")
-    length = config.get(LENGTH) or found.get(LENGTH) or most
-    return as_whole(length, LENGTH, 1, MOST_SIZE)
 
 
 def _whole_number(key: str, value: Any) -> int:

@@ -198,8 +198,13 @@ class Latent(Groups):
 
     def read(self, config: Config, fields: Values) -> None:
         heads = fields["num_attention_heads"]
-        if config.get("num_key_value_heads") not in (None, heads):
-            raise ValueError(f"num_key_value_heads must be num_attention_heads, {heads}")
+        rotated = fields["qk_pos_emb_head_dim"]
+        for key, other, only in (
+            ("num_key_value_heads", "num_attention_heads", heads),
+            ("head_dim", "qk_rope_head_dim", rotated),  # of the rotary embedding in transformers
+        ):
+            if config.get(key) not in (None, only):
+                raise ValueError(f"{key} must be {other}, {only} (got {quoted(config.get(key))})")
         rope = config.object("rope_scaling") or config.object("rope_parameters")
         if bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
             raise ValueError("mscale and mscale_all_dim need each other: give both, or none")

@@ -1,6 +1,7 @@
 """Published config.json files: what they become, and what has no counterpart."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -119,55 +120,15 @@ def test_what_changes_no_size_becomes_a_note():
     assert model.inexact == (scaling,)
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ([], "is an object"),
-        ({}, "model_type None has no counterpart here, only gpt2, llama"),
-        ({"model_type": "gemma4_txt"}, "no counterpart here, only .*; the nearest is gemma3_text"),
-        ({"model_type": "llama"}, "num_hidden_layers is missing"),
-        (changed(LLAMA_3_8B, hidden_size="4096"), "hidden_size must be a whole number"),
-        (changed(LLAMA_3_8B, hidden_act="gelu"), "hidden_act 'gelu' has no counterpart: .*SwiGLU"),
-        (changed(LLAMA_3_8B, mlp_bias=True), "mlp_bias True with attention_bias False"),
-        (changed(LLAMA_3_8B, rope_theta=10000.5), "rope_theta must be a whole number"),
-        (
-            changed(QWEN2_0_5B, layer_types=["sliding_attention"] * 24),
-            "contradicts the windows of this family",
-        ),
-        (
-            changed(LLAMA_3_8B, rope_scaling={"rope_type": "default", "rope_theta": 10000.0}),
-            "rope_scaling and rope_theta differ",
-        ),
-        (
-            changed(
-                LLAMA_3_8B,
-                model_type="exaone4",
-                sliding_window=8,
-                layer_types=["full_attention"] * 32,
-            ),
-            "no layer has a rotary embedding.*or set sliding_window to null",
-        ),
-        (
-            changed(LLAMA_3_8B, model_type="mixtral", num_experts=4, num_local_experts=8),
-            r"num_experts and num_local_experts differ: \[4, 8\]",
-        ),
-        (HYBRID, "layer_types 'linear_attention' has no counterpart"),
-        (
-            {key: value for key, value in HYBRID.items() if key != "num_local_experts"},
-            "num_local_experts None has no counterpart: only its dense",
-        ),
-        (
-            changed(LLAMA_3_8B, model_type="hy_v3", mlp_layer_types=["dense", "moe"] * 16),
-            "mlp_layer_types must have one of .* for each of 32 layers",
-        ),
-        (changed(LLAMA_3_8B, quantization_config={}), "quantization_config {} has no counterpart"),
-        (changed(GPT2, embd_pdrop=0.0), "resid_pdrop 0.1 with embd_pdrop 0.0"),
-        (changed(GPT2, scale_attn_by_inverse_layer_idx=True), "no layer scales its scores"),
-    ],
-)
-def test_what_has_no_counterpart_is_refused_with_the_reason(config, reason):
+# Each row: a config above or none, what is changed in it or the config itself, and the reason.
+REFUSED = json.loads(Path(__file__).with_name("hf_refused.json").read_text())
+BASES = dict(gpt2=GPT2, llama=LLAMA_3_8B, qwen2=QWEN2_0_5B)
+
+
+@pytest.mark.parametrize(("base", "change", "reason"), REFUSED)
+def test_what_has_no_counterpart_is_refused_with_the_reason(base, change, reason):
     with pytest.raises(ValueError, match=reason):
-        from_hf(config)
+        from_hf(changed(BASES[base], **change) if base else change)
 
 
 @pytest.mark.parametrize(
@@ -239,10 +200,14 @@ def test_every_spelling_of_a_rotary_embedding_is_read(values):
     assert fields["use_rope_scaling"]
 
 
-def test_a_length_outside_of_the_rotary_object_counts_as_in_transformers():
-    config = changed(LLAMA_3_8B, rope_scaling=LLAMA_3_2, original_max_position_embeddings=4096)
-    (note,) = from_hf(config).inexact
-    assert "original_max_position_embeddings 4096 is left out" in note
+@pytest.mark.parametrize(
+    ("family", "outside", "counts"), [("llama", 64, 64), ("phi3", None, 4096), ("olmo3", 64, 8)]
+)
+def test_the_length_that_counts_is_that_of_transformers(family, outside, counts):
+    """The one inside of the object counts where there is one for each kind of layer."""
+    key, inside = "original_max_position_embeddings", {"rope_type": "yarn", "factor": 4.0}
+    rotary = {"model_type": family, key: outside, "rope_parameters": {**inside, key: 8}}
+    assert from_hf(changed(LLAMA_3_8B, **rotary)).fields[key] == counts
 
 
 @pytest.mark.parametrize(
