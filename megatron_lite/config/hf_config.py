@@ -255,6 +255,7 @@ def meaning_of(model: ModelConfig) -> Values:
         "ffn_hidden_size": not all(have_experts) and model.ffn_size,
         "moe_ffn_hidden_size": any(have_experts) and model.expert_size,
         "experts of each layer": have_experts,
+        "choice by Sinkhorn": any(have_experts) and model.chooses_by_sinkhorn,
         "query groups": model.query_groups,
         "scale of the scores": model.attention_scale,
         "bias of the projection": model.has_proj_bias,

@@ -138,8 +138,8 @@ def parameter_specs(
 ) -> dict[str, ParameterSpec]:
     """Returns the spec of every parameter of the whole model, and of every saved buffer, by name.
 
-    A model of two layers, one of which has experts if the model has any, is built on torch's meta
-    device, which allocates no memory. All layers of a kind have equal parameters, so that many
+    A model of two layers, the first one dense unless all layers have experts, is built on torch's
+    meta device, which allocates no memory. All layers of a kind have equal parameters, so that many
     layers cost no time.
 
     vocab_size: the rows of the embedding.
@@ -150,7 +150,7 @@ def parameter_specs(
         num_layers=2,
         window_attn_skip_freq=None,
         no_rope_freq=None,
-        moe_layer_freq=(0, 1) if model.num_experts else 1,
+        moe_layer_freq=1 if model.moe_layer_freq == 1 else (0, 1),
     )
     # RngStreams seeds the default generator, which belongs to the caller.
     with torch.random.fork_rng([]):

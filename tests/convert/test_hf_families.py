@@ -8,6 +8,7 @@ import torch
 
 from megatron_lite.config.hf_config import FAMILIES, to_hf
 from megatron_lite.convert import hf
+from tests.convert.megatron.test_legacy_layouts import SINKHORN
 from tests.support.conversions import (
     WORDS,
     converted,
@@ -272,6 +273,7 @@ def test_a_tied_model_whose_head_differs_is_refused(tmp_path):
             "gpt2",
             "window of each layer is [(3, 0), (3, 0), (3, 0)] here and [None, None, None] there",
         ),
+        (SINKHORN, "mixtral", "choice by Sinkhorn is True here and False there"),
     ],
 )
 def test_a_model_that_no_family_expresses_is_refused_with_the_difference(fields, family, message):

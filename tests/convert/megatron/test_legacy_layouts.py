@@ -218,6 +218,7 @@ def reordered(version, model):
     return found
 
 
+SINKHORN = dict(num_experts=4, moe_router_load_balancing_type="sinkhorn")
 UNEVEN = dict(stages=LAYOUTS["uneven stages"], tp=2)
 ONE = dict(stages=LAYOUTS["one file"])
 
@@ -232,6 +233,7 @@ ONE = dict(stages=LAYOUTS["one file"])
         (experts_as(grouped), EXPERTS, {**ONE, "ep": 4}),
         (experts_as(in_one_matrix), EXPERTS, {**UNEVEN, "ep": 2}),
         (experts_as(in_one_matrix), EXPERTS, {**ONE, "ep": 4}),
+        (experts_as(grouped), {**LLAMA, **SINKHORN}, ONE),
     ],
 )
 def test_the_forms_of_every_release_are_read(rename, settings, how, tmp_path):
