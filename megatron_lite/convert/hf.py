@@ -48,7 +48,7 @@ from .weights import (
     Shape,
     WeightSource,
     check_held,
-    check_layers,
+    check_number,
     layer_of,
     parameter_specs,
     shards_of,
@@ -104,7 +104,9 @@ def source(path: Path) -> WeightSource:
                 found[name] = TensorInFile(file, opened.get_slice(name))
     has_base = any(name.startswith(f"{FAMILIES[family]['base']}.") for name in found)
     held = {known_name(family, name, has_base=has_base): one for name, one in found.items()}
-    check_layers(model.num_layers, len(held), path / CONFIG)
+    check_number("layers", model.num_layers, len(held), path / CONFIG)
+    if "*" in str(FAMILIES[family]["layer"]):  # each expert has tensors of its own
+        check_number("experts", model.num_experts or 0, len(held), path / CONFIG)
     specs = parameter_specs(model, mapped.vocab_size)
     rows = {name: row_of(family, name, model) for name in specs}
     shapes: dict[str, Shape] = {}

@@ -37,7 +37,7 @@ from megatron_lite.config.training import TrainingConfig
 from megatron_lite.data.tokenizer_files import TOKEN_IDS, config_of, in_folder
 
 from .target import json_bytes, new_step, stored_tokenizer
-from .weights import WeightSource, check_layers, is_buffer, parameter_specs, shards_of
+from .weights import WeightSource, check_number, is_buffer, parameter_specs, shards_of
 
 
 def source(path: Path) -> WeightSource:
@@ -48,7 +48,7 @@ def source(path: Path) -> WeightSource:
     saved, notices = find_step(str(path))
     metadata, config, step = saved.metadata, saved.config, saved.path
     vocab_size = config.tokenizer.true_vocab_size
-    check_layers(config.model.num_layers, len(saved.layouts), step / CONFIG)
+    check_number("layers", config.model.num_layers, len(saved.layouts), step / CONFIG)
     specs = parameter_specs(config.model, vocab_size)
     keys = set[str]()
     if "optimizer" not in metadata.missing:

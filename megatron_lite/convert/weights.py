@@ -182,14 +182,15 @@ def layer_of(name: str) -> tuple[int | None, str]:
     return (int(found[1]), found[2]) if found else (None, name)
 
 
-def check_layers(num_layers: int, num_held: int, where: object) -> None:
-    """Raises InputError if a model has more layers than the files hold tensors or numbers.
+def check_number(what: str, number: int, num_held: int, where: object) -> None:
+    """Raises InputError if a model has more layers or experts than the files hold tensors or
+    numbers.
 
-    It comes before any work for each layer, of which a small file can name many.
+    It comes before any work for each of them, of which a small file can name many.
     """
-    if num_layers > num_held:
+    if number > num_held:
         raise InputError(
-            f"{where}: describes {num_layers} layers, and the files hold tensors of at most "
+            f"{where}: describes {number} {what}, and the files hold tensors of at most "
             f"{num_held}: they belong to different models"
         )
 

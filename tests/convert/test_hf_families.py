@@ -237,6 +237,10 @@ CASES = {
         "decoder.final_layernorm.weight holds NaN or infinity",
     ),
     "many layers": (sizes(num_hidden_layers=65536), "describes 65536 layers, and the files"),
+    "many experts": (
+        sizes(model_type="mixtral", num_local_experts=65536),
+        "describes 65536 experts, and the files",
+    ),
     "a token id of text": (sizes(eos_token_id="</s>"), "eos_token_id must be a whole number"),
 }
 

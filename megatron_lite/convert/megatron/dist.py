@@ -30,7 +30,7 @@ from megatron_lite.checkpointing.start import DIST_METADATA
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted, input_size, read_input
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert.weights import LAYERS, WORDS, Shape, WeightSource, check_layers, layer_of
+from megatron_lite.convert.weights import LAYERS, WORDS, Shape, WeightSource, check_number, layer_of
 from megatron_lite.parallel.torch_internals import storage_info
 
 from . import args as megatron_args
@@ -74,7 +74,7 @@ def _opened(folder: Path) -> WeightSource:
     model = megatron_args.model_of(args, where)
     # Layers may be stacked in one tensor, but each has at least one number.
     numbers = sum(math.prod(tensor.shape) for tensor in tensors.values())
-    check_layers(model.num_layers, numbers, where)
+    check_number("layers", model.num_layers, numbers, where)
     weights: Parameters = {}
     saved: Parameters = {}
     for full, tensor in tensors.items():

@@ -30,7 +30,7 @@ from megatron_lite.convert.weights import (
     OUTPUT,
     WORDS,
     WeightSource,
-    check_layers,
+    check_number,
     is_buffer,
     layer_of,
     parameter_specs,
@@ -99,7 +99,7 @@ def _opened(folder: Path) -> WeightSource:
     values = {ranks: read_torch_file(Window(file)) for ranks, file in files.items()}
     model = megatron_args.model_of(args, where)
     parts = _parts(where, values, pp_size)
-    check_layers(model.num_layers, sum(map(len, parts.values())), where)
+    check_number("layers", model.num_layers, sum(map(len, parts.values())), where)
     specs = parameter_specs(model, tp_size, tp_size=tp_size)  # for any size of the vocabulary
     whole = partial(_whole, model=model, specs=specs, sizes=sizes)
     weights = whole(parts, version=common.get("checkpoint_version", 0))
