@@ -31,6 +31,7 @@ from megatron_lite.config.checks import input_faults
 from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.config.hf_config import token_ids_of
 from megatron_lite.config.input_file import read_json
+from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
@@ -50,10 +51,12 @@ def source(path: Path) -> WeightSource:
     vocab_size = config.tokenizer.true_vocab_size
     check_number("layers", config.model.num_layers, len(saved.layouts), step / CONFIG)
     specs = parameter_specs(config.model, vocab_size)
-    keys = set[str]()
+    held = dict[str, set[str]]()
     if "optimizer" not in metadata.missing:
-        keys = set.intersection(*(saved.states(name) for name in specs if not is_buffer(name)))
+        held = {name: saved.states(name) for name in specs if not is_buffer(name)}
+    keys = set[str]().union(*held.values())
     ids = step / TOKEN_IDS
+    name, momentum = config.optimizer.optimizer, config.optimizer.sgd_momentum
 
     return WeightSource(
         model=config.model,
@@ -64,6 +67,8 @@ def source(path: Path) -> WeightSource:
         token_ids=token_ids_of(read_json(ids)) if ids.exists() else {},
         progress=metadata.progress,
         state_keys=tuple(sorted(keys)),
+        lacking={f"{name}/{key}" for name, own in held.items() for key in keys - own},
+        optimizer=OptimizerConfig(optimizer=name, sgd_momentum=momentum),
         num_updates=metadata.num_updates,
         notes=notices,
     )
@@ -87,6 +92,7 @@ def write(source: WeightSource, path: Path, *, tp_size: int = 1, pp_size: int = 
                 bf16=source.dtype == torch.bfloat16,
                 fp16=source.dtype == torch.float16,
             ),
+            optimizer=source.optimizer,
             data=DataConfig(seq_length=source.model.max_position_embeddings),
             tokenizer=config_of(source.tokenizer, final, source.true_vocab_size),
             parallel=ParallelConfig(

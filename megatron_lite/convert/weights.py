@@ -7,7 +7,7 @@ of this project, so that each format needs one mapping, not one for every other 
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -20,6 +20,7 @@ from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.checkpointing.shards import FLOATS
 from megatron_lite.config.checks import InputError, Values, shown
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.parameter_spec import ParameterSpec, saved_state, spec_of
 from megatron_lite.parallel.rng import RngStreams
@@ -47,8 +48,10 @@ class WeightSource:
     token_ids: the ids of special tokens, as the config.json of Hugging Face names them.
     progress: how far the run had come that saved them; its beginning without optimizer states,
         since training starts anew.
-    state_keys: the optimizer states that can be read for every parameter, such as "exp_avg"; () if
-        there are none. "master" is the float32 weight.
+    state_keys: the optimizer states that can be read, such as "exp_avg"; () if there are none.
+        "master" is the float32 weight.
+    lacking: those that some parameters do not have, each as NAME/KEY, as with Muon.
+    optimizer: the one that has these states.
     num_updates: how many updates the optimizer had made; 0 without its states.
     notes: what is not taken over, in words for the user.
     """
@@ -61,6 +64,8 @@ class WeightSource:
     token_ids: Mapping[str, object] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
     state_keys: tuple[str, ...] = ()
+    lacking: Collection[str] = ()
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     num_updates: int = 0
     notes: tuple[str, ...] = ()
 
@@ -108,7 +113,8 @@ class WeightSource:
             numel = math.prod(spec.global_shape)
             found[name] = numel * self.dtypes[name].itemsize
             for key in () if is_buffer(name) else self.state_keys:
-                found[f"{name}/{key}"] = numel * torch.float32.itemsize
+                if (state := f"{name}/{key}") not in self.lacking:
+                    found[state] = numel * torch.float32.itemsize
         return found
 
 

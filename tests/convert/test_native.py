@@ -48,12 +48,16 @@ def trained(tmp_path_factory):
     return folder
 
 
-def test_a_run_goes_on_from_converted_optimizer_states(trained, tmp_path):
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_a_run_goes_on_from_converted_optimizer_states(optimizer, tmp_path):
     """Without dropout the run is the one that goes on from the original."""
+    still = dict(NO_DROPOUT, optimizer=optimizer)
+    run_to_end(tiny_run(**still, save=tmp_path / "run", train_iters=3))
     layout = ("--tensor-model-parallel-size", "2")
-    assert converted(tmp_path, f"megatron-lite {trained} -> megatron-lite split", *layout) == 0
-    for name, load in (("first", trained), ("second", tmp_path / "split")):
-        run_to_end(tiny_run(**NO_DROPOUT, load=load, save=tmp_path / name, train_iters=5))
+    assert converted(tmp_path, "megatron-lite run -> megatron-lite split", *layout) == 0
+    for name, load in (("first", "run"), ("second", "split")):
+        run_to_end(tiny_run(**still, load=tmp_path / load, save=tmp_path / name, train_iters=5))
+    assert converted(tmp_path, "megatron-lite run -> megatron out") == 2 * (optimizer == "muon")
     first, second = (step_bytes(tmp_path / name, 5) for name in ("first", "second"))
     assert first.pop("rng_00000.safetensors") and second.pop("rng_00000.safetensors")
     assert len(first) == 2 and first == second

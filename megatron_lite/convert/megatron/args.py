@@ -238,7 +238,8 @@ def check_exact(source: WeightSource, target: str) -> None:
             "without biases, and Megatron-LM computes the exact GELU there: train with "
             "--no-bias-gelu-fusion"
         )
-    if source.state_keys and set(source.state_keys) - {MASTER} != set(ADAM):
+    is_adam = set(source.state_keys) - {MASTER} == set(ADAM) and not source.lacking
+    if source.state_keys and not is_adam:
         raise InputError(
             f"--to {target}: the checkpoint holds the optimizer states "
             f"{', '.join(source.state_keys)}, and only those of Adam can be converted. "
