@@ -19,14 +19,14 @@ from megatron_lite.config.input_file import read_input
 # The types that the names of files tell, the likeliest first.
 TOLD_BY_FILES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "Llama2Tokenizer")
 TOKEN_IDS = "token_ids.json"  # the ids of special tokens in the config.json of Hugging Face
+OF_MODEL = ("generation_config.json", TOKEN_IDS)
 # Files that other libraries read, if they lie beside those of a tokenizer.
 BESIDE = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
-    "generation_config.json",
-    TOKEN_IDS,
+    *OF_MODEL,
 )
 NAMES = frozenset((*BESIDE, *(name for row in READ_FILES.values() for name in row.values())))
 WITH_IDS = ("tokenizer.json", "vocab.json")
@@ -44,12 +44,17 @@ def read_files(config: TokenizerConfig) -> dict[str, Path]:
     return found
 
 
-def files_of(config: TokenizerConfig) -> dict[str, Path]:
-    """Returns these paths, and those of files beside them that other libraries read."""
-    found = read_files(config)
-    for folder in {path.parent for path in found.values()}:
+def files_of(config: TokenizerConfig, step: Path | None = None) -> dict[str, Path]:
+    """Returns these paths, and those of files beside them that other libraries read.
+
+    step: the folder of the checkpoint that a run goes on from. Its files of the model are taken if
+        none lie beside those of the tokenizer.
+    """
+    read, there = read_files(config), in_folder(step) if step else {}
+    found = {name: there[name] for name in OF_MODEL if name in there}
+    for folder in {path.parent for path in read.values()}:
         found |= {name: folder / name for name in BESIDE if os.path.lexists(folder / name)}
-    return found
+    return found | read
 
 
 def contents_of(files: Mapping[str, Path], vocab_size: int | None = None) -> dict[str, bytes]:

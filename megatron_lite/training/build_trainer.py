@@ -227,7 +227,8 @@ def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
                 from megatron_lite.data.tokenizer_files import contents_of, files_of
 
                 # Read once, at the start: the files may be moved while the run lasts.
-                saver.tokenizer = contents_of(files_of(config.tokenizer))
+                step = start.saved.path if start and start.saved else None
+                saver.tokenizer = contents_of(files_of(config.tokenizer, step))
         trainer = Trainer(
             config=config,
             parallel=parallel,

@@ -190,8 +190,9 @@ def test_a_converted_model_trains_on_and_generates(tmp_path, monkeypatch):
 
 
 def test_shards_of_some_bytes_are_read_as_one_checkpoint(trained, tmp_path, monkeypatch):
-    """Each is written as a pipeline rank, with the optimizer states of its parameters."""
-    source = native.source(trained)
+    """Each is written as a pipeline rank, with the optimizer states of its parameters. A run that
+    goes on keeps the ids of special tokens, also without files of a tokenizer."""
+    source = replace(native.source(trained), token_ids={"eos_token_id": 7})
     monkeypatch.setattr("megatron_lite.convert.weights.SHARD_BYTES", 20_000)
     native.write(source, tmp_path / "split")
     again = native.source(tmp_path / "split")
@@ -201,3 +202,4 @@ def test_shards_of_some_bytes_are_read_as_one_checkpoint(trained, tmp_path, monk
         assert torch.equal(again.read(name), source.read(name))
     run = tiny_run(load=tmp_path / "split", save=tmp_path / "on", train_iters=4)
     assert run_to_end(run).progress.iteration == 4
+    assert native.source(tmp_path / "on").token_ids == source.token_ids
