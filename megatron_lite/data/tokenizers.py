@@ -85,7 +85,8 @@ def resolve_vocabulary(config: TokenizerConfig) -> TokenizerConfig:
     """Returns the config with its `vocab_size` filled in.
 
     A config of the NullTokenizer is returned unchanged.
-    Raises InputError if the given size cannot hold every id of the tokenizer.
+    Raises InputError if the given size, or --padded-vocab-size, cannot hold every id of the
+    tokenizer.
     """
     size = build_tokenizer(config).vocab_size
     if config.tokenizer_type == "NullTokenizer":
@@ -95,7 +96,8 @@ def resolve_vocabulary(config: TokenizerConfig) -> TokenizerConfig:
             f"--vocab-size {config.vocab_size} is smaller than the {size} ids of --tokenizer-type "
             f"{config.tokenizer_type}: leave --vocab-size out, or give at least {size}"
         )
-    return replace(config, vocab_size=config.vocab_size or size)
+    with input_faults():
+        return replace(config, vocab_size=config.vocab_size or size)
 
 
 def check_encodes(text: str) -> None:

@@ -1,6 +1,7 @@
 import base64
 import io
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -123,6 +124,8 @@ def test_vocabulary_is_the_tokenizers_unless_a_larger_one_is_given(tmp_path):
         match="--vocab-size 6 is smaller than the 7 ids of --tokenizer-type HuggingFaceTokenizer",
     ):
         resolve_vocabulary(config(6))
+    with pytest.raises(InputError, match="--padded-vocab-size 6 is below the 7 ids"):
+        resolve_vocabulary(replace(config(None), padded_vocab_size=6))
 
 
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path):
