@@ -219,16 +219,16 @@ def flags_of(config: RunConfig) -> list[str]:
 def flag_words(field: str, value: Any) -> list[str]:
     """Returns the words of a command line that give the field this value, not its default."""
     one = run_fields()[field]
-    parse, words = one.parse, [one.flag]
+    parse, name = one.parse, one.flag
     if isinstance(value, bool):
-        is_off = not value and one.default is None
-        return [f"--no-{words[0][2:]}"] if is_off else words
-    if not isinstance(value, tuple):
-        return [*words, str(value)]
-    if parse is None:
-        return [*words, *map(str, value)]
-    text = ",".join(map(str, value))
-    return [*words, text if parse is parse_window else f"[{text}]"]
+        return [name if value or one.default is not None else f"--no-{name[2:]}"]
+    words = [*map(str, value if isinstance(value, tuple) else [value])]
+    if parse and isinstance(value, tuple):
+        text = ",".join(words)
+        words = [text if parse is parse_window else f"[{text}]"]
+    # argparse would take a word that begins with a dash for a flag.
+    is_like_flag = len(words) == 1 and words[0].startswith("-")
+    return [f"{name}={words[0]}"] if is_like_flag else [name, *words]
 
 
 def build_run(values: Values) -> RunConfig:
