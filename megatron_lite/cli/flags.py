@@ -198,16 +198,20 @@ def _parsed(namespace: argparse.Namespace, notices: list[str]) -> ParsedArgument
     general, dry_run = taken(General, namespace), taken(DryRunConfig, namespace)
     check_relations([general, dry_run])
     given = vars(namespace)
-    for name, (field, value) in CONTRADICTIONS.items():
-        if name in given and given.get(field) is value:
-            raise ValueError(f"{name} contradicts {flag_of(field)}: leave one of them out")
-    notices += megatron_flags.take_ignored(given)
     sources = {name: source for name in SOURCES if (source := getattr(general, name)) is not None}
     notices += translate_values(given, run_fields(), has_file=bool(sources))
     stored, said = Values(), ""
     for name, source in sources.items():
         said = f"{flag(name)} {source}"
         stored = _values_of(flag(name), source, given, notices)
+    for name, (field, value) in CONTRADICTIONS.items():
+        if name not in given or {**stored, **given}.get(field) is not value:
+            continue
+        if field in given:
+            raise ValueError(f"{name} contradicts {flag_of(field)}: leave one of them out")
+        del stored[field]
+        notices.append(f"{said} gives {flag_of(field)}, which {name} replaces")
+    notices += megatron_flags.take_ignored(given, [one for one, value in stored.items() if value])
     # The given fields, and those of a stored run or model for all others.
     fields, values, config = run_fields(), {**stored, **given}, None
     missing = [flag(name) for name, one in fields.items() if one.is_required and name not in values]

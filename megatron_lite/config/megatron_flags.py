@@ -17,7 +17,7 @@ import argparse
 import difflib
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -73,39 +73,45 @@ def add_flags_without_effect(parser: argparse.ArgumentParser) -> None:
 def renamed_words(argv: Sequence[str], parsed: Iterable[str]) -> tuple[list[str], list[str]]:
     """Returns `argv` with old spellings replaced, and a notice for each flag replaced.
 
+    Of several times that a flag is given which is read by its value, the last one counts.
     parsed: the flags of the parser. Underscores in the name of a flag are replaced by dashes,
     unless it is a known flag as it stands.
     """
-    renamed, notices = [], []
+    # What each word becomes, by the number of those behind it, or by its flag if its value counts.
+    renamed: dict[int | str, list[str]] = {}
+    notices: dict[int | str, str] = {}
     known = {*parsed, *RENAMED, *BY_VALUE, *REFUSED}
     words = deque(argv)
     while words:
         name, equals, value = words.popleft().partition("=")
+        place = len(words)
         if name.startswith("--") and name not in known and name.replace("_", "-") in known:
             name = name.replace("_", "-")
         if name in BY_VALUE:
             while not equals and words and not words[0].startswith("--"):
                 value = f"{value} {words.popleft()}".strip()
             read_as = BY_VALUE[name].get(value)
+            renamed.pop(name, None)
             if read_as is None:
-                renamed.append(f"{name}={value}")  # no flag of the parser takes it
+                renamed[name] = [f"{name}={value}"]  # no flag of the parser takes it
                 continue
-            renamed += read_as.split()
-            notices.append(f"{name} {value} is read as {read_as or 'what happens here anyway'}")
+            renamed[name] = read_as.split()
+            notices[name] = f"{name} {value} is read as {read_as or 'what happens here anyway'}"
             continue
+        added = []
         if name in RENAMED:
-            notices.append(f"{name} is an old spelling, read as {RENAMED[name]}")
+            notices[place] = f"{name} is an old spelling, read as {RENAMED[name]}"
             # The last word takes the value of the old flag. The words before it are complete.
             *added, name = RENAMED[name].split()
-            renamed += added
-        renamed.append(name + equals + value)
-    return renamed, notices
+        renamed[place] = [*added, name + equals + value]
+    return [word for some in renamed.values() for word in some], [*notices.values()]
 
 
-def take_ignored(given: Values) -> list[str]:
+def take_ignored(given: Values, stored: Collection[str] = ()) -> list[str]:
     """Removes the flags that allow only one value, which may be 1.0 for 1, and those without
     effect. Returns notices about the latter: a line for each, or one line for many.
 
+    stored: fields that a file sets.
     Raises InputError for another value, and for a flag beside one with which it would have an
     effect.
     """
@@ -117,7 +123,7 @@ def take_ignored(given: Values) -> list[str]:
             )
     found = [name for name in NO_EFFECT if given.pop(name, None)]
     for name in found:
-        for field in {*UNLESS.get(name, ())} & given.keys():
+        for field in {*UNLESS.get(name, ())}.intersection([*given, *stored]):
             raise InputError(
                 f"{name} with {flag(field)} is not supported here: it has no effect "
                 f"{NO_EFFECT[name]}"

@@ -79,6 +79,7 @@ ULYSSES = "--context-parallel-algo ulysses_cp_algo"
         ("--num-key-value-heads 1", "--group-query-attention --num-query-groups 1"),
         ("--attention-head-type multiquery", "--group-query-attention --num-query-groups 1"),
         ("--spec mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec", ""),
+        ("--zero-stage 3 --zero-stage 0", ""),
         ("--tokenizer-kwargs eos_token <|endoftext|> pad_token <|extra_0|>", ""),
         ("--attention-mask-type general --use-qk-norm", "--qk-layernorm"),
         (

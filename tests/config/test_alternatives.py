@@ -51,13 +51,14 @@ def test_a_flag_replaces_no_size_of_the_stored_model(tmp_path):
 
 
 def test_alternatives_on_the_command_line_itself_are_still_refused(tmp_path):
-    file = dumped(BASE + FULL, tmp_path)
+    file = dumped(f"{BASE} {FULL} --eod-mask-loss", tmp_path)
     for flags, message in (
         (
             "--recompute-policy *:mlp --recompute-activations",
             "excludes --recompute-activations: both say",
         ),
         ("--train-iters 4 --train-samples 8", "both give the length of the run"),
+        ("--tokenizer-kwargs a b", "--tokenizer-kwargs with --eod-mask-loss"),
         ("--recompute-policy *:ful", "--recompute-policy: expected an action"),
     ):
         assert message in ended(parse_args, f"{file} {flags}").err
