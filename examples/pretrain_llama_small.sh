@@ -60,7 +60,6 @@ DATA_ARGS=(
     --mock-data
     --tokenizer-type NullTokenizer
     --vocab-size 1023
-    --split 949,50,1
 )
 
 EVAL_AND_LOGGING_ARGS=(

@@ -56,11 +56,11 @@ fi
 
 EVAL_AND_LOGGING_ARGS=(
     --log-interval 1
-    --log-throughput
     --eval-iters 0
 )
 if [[ ${CHECKPOINT_PATH:-} ]]; then
     EVAL_AND_LOGGING_ARGS+=(
+        --log-throughput  # in the log file, beside the checkpoints
         --save "$CHECKPOINT_PATH"
         --save-interval 1000
         --load "$CHECKPOINT_PATH"

@@ -66,10 +66,13 @@ class DataConfig(Settings):
     split: str = setting(
         "shares of the documents for training, validation and test",
         "969, 30, 1",
+        unless="mock_data",
         excludes="train_data_path per_split_data_args_path",
         why="each split has data of its own",
     )
-    data_cache_path: str | None = setting("directory of the sample and blend indices")
+    data_cache_path: str | None = setting(
+        "directory of the sample and blend indices", unless="mock_data"
+    )
     eod_mask_loss: bool = switch("leave tokens that end a document out of the loss")
     reset_position_ids: bool = switch(
         "let learned positions begin at 0 after the end of a document",
@@ -180,7 +183,9 @@ class TokenizerConfig(Settings):
     merge_file: str | None = setting("merges.txt, for GPT2BPETokenizer", without=OF_BPE)
     vocab_size: int | None = count("token ids before padding; derived from the tokenizer's files")
     make_vocab_size_divisible_by: int = count(
-        "each rank's rows of the embedding are padded to a multiple of it", 128
+        "each rank's rows of the embedding are padded to a multiple of it",
+        128,
+        unless="padded_vocab_size",
     )
     padded_vocab_size: int | None = count(
         "rows of the embedding in all, instead of those that the divisor gives",

@@ -59,8 +59,9 @@ class ExpertSettings(Settings):
         why="each rank holds an equal part of it",
         without="num_experts",
     )
-    moe_shared_expert_gate: bool = switch(
+    moe_shared_expert_gate: bool = of_experts(
         "multiply the shared expert's output by a sigmoid of the token",
+        False,
         needs="moe_shared_expert_intermediate_size",
     )
     moe_router_topk: int = count(
@@ -86,8 +87,9 @@ class ExpertSettings(Settings):
     moe_router_num_groups: int | None = count(
         "groups of experts, of which a token chooses some first", without="moe_router_group_topk"
     )
-    moe_router_group_topk: int | None = count(
+    moe_router_group_topk: int | None = of_experts(
         "groups that a token chooses",
+        least=1,
         upto="moe_router_num_groups",
         needs="moe_router_num_groups",
         **ALONE,
@@ -100,15 +102,16 @@ class ExpertSettings(Settings):
     moe_router_topk_scaling_factor: float | None = of_experts(
         "factor on the weights of the chosen experts", above=0.0, **ALONE
     )
-    moe_router_enable_expert_bias: bool = switch(
+    moe_router_enable_expert_bias: bool = of_experts(
         "balance without a loss: a bias of each expert, which only the choice reads, moves after "
         "each step (2408.15664)",
+        False,
         needs="moe_router_score_function=sigmoid",
     )
-    moe_router_bias_update_rate: float = setting(
+    moe_router_bias_update_rate: float = of_experts(
         "step of the experts' biases", 1e-3, least=0.0, needs="moe_router_enable_expert_bias"
     )
-    moe_router_load_balancing_type: str | tuple[str, ...] = setting(
+    moe_router_load_balancing_type: str | tuple[str, ...] = of_experts(
         "tokens over which the load-balancing loss is taken: a micro-batch, each sequence, or all "
         "of a step so far; several: a loss each; or sinkhorn, which balances the choice instead",
         "aux_loss",
@@ -121,6 +124,7 @@ class ExpertSettings(Settings):
         0.0,
         nargs="+",
         least=0.0,
+        unless="moe_router_load_balancing_type=none",
         **ALONE,
     )
     moe_z_loss_coeff: float | None = of_experts(

@@ -1,8 +1,12 @@
 """The settings of the log and of the profilers, each as one frozen class."""
 
+from functools import partial
+
 from .setting import Settings, count, setting, several, switch
 
 LOG_FILE = "train.log"  # its name in the folder of --save or --tensorboard-dir
+_drawn = partial(setting, without="tensorboard_dir|wandb_project")
+_of_nsight = partial(setting, without="profile", unless="use_pytorch_profiler")
 
 
 class LoggingConfig(Settings):
@@ -56,7 +60,10 @@ class LoggingConfig(Settings):
         excludes="pipeline_model_parallel_size>1",
         why="a pipeline mixes one micro-batch with others",
     )
-    log_throughput: bool = switch("TFLOP/s per GPU in Megatron's iteration line")
+    log_throughput: bool = switch(
+        "TFLOP/s per GPU in Megatron's iteration line",
+        without="log_style=megatron|log_file|save|tensorboard_dir",
+    )
     log_peak_memory: bool = switch(
         "measure the peak of the second step on a CPU too, beside the predicted one; takes seconds"
     )
@@ -66,17 +73,23 @@ class LoggingConfig(Settings):
     )
     log_params_norm: bool = switch("norm of all weights")
     log_num_zeros_in_grad: bool = switch("number of gradient elements that are zero")
-    log_validation_ppl_to_tensorboard: bool = switch("validation perplexity in TensorBoard")
-    log_timers_to_tensorboard: bool = switch("iteration time in TensorBoard")
-    log_memory_to_tensorboard: bool = switch("all figures of the CUDA allocator in TensorBoard")
-    log_world_size_to_tensorboard: bool = switch("number of ranks in TensorBoard")
-    log_loss_scale_to_tensorboard: bool = setting(
+    log_validation_ppl_to_tensorboard: bool = _drawn(
+        "validation perplexity in TensorBoard", False, unless="eval_iters=0"
+    )
+    log_timers_to_tensorboard: bool = _drawn("iteration time in TensorBoard", False)
+    log_memory_to_tensorboard: bool = _drawn(
+        "all figures of the CUDA allocator in TensorBoard", False
+    )
+    log_world_size_to_tensorboard: bool = _drawn("number of ranks in TensorBoard", False)
+    log_loss_scale_to_tensorboard: bool = _drawn(
         "no loss scale in TensorBoard",
         True,
         alias="--disable-log-loss-scale-to-tensorboard",
         name="--no-log-loss-scale-to-tensorboard",
     )
-    tensorboard_log_interval: int = count("iterations between two points in TensorBoard and W&B", 1)
+    tensorboard_log_interval: int = _drawn(
+        "iterations between two points in TensorBoard and W&B", 1, least=1
+    )
     wandb_project: str | None = setting(
         "project of an offline run of Weights & Biases, which gets the scalars of TensorBoard; "
         "needs the package wandb",
@@ -97,6 +110,7 @@ class LoggingConfig(Settings):
         "times of the fastest and slowest rank, of the slowest, or of all",
         "minmax",
         choices="max minmax all",
+        without="timing_log_level>0",
     )
     log_straggler: bool = switch(
         "name the slowest ranks, where they are slower than the others of their stage"
@@ -126,7 +140,9 @@ class ProfilingConfig(Settings):
         "the iteration after which profiling begins", 10, least=0, without="profile"
     )
     profile_step_end: int = setting("the last iteration that is profiled", 12, without="profile")
-    profile_ranks: tuple[int, ...] = several("global ranks to profile; all if omitted", least=0)
+    profile_ranks: tuple[int, ...] = several(
+        "global ranks to profile; all if omitted", least=0, without="profile|record_memory_history"
+    )
     use_pytorch_profiler: bool = switch(
         "write a Chrome trace of each rank to torch_profile/ under --tensorboard-dir, else --save",
         needs="tensorboard_dir|save",
@@ -139,13 +155,15 @@ class ProfilingConfig(Settings):
     pytorch_profiler_collect_callstack: bool = switch(
         "Python's stack in the trace", without="use_pytorch_profiler"
     )
-    record_shapes: bool = switch("operators with shapes for Nsight Systems")
-    nvtx_ranges: bool = switch("operators for Nsight Systems")
+    record_shapes: bool = _of_nsight("operators with shapes for Nsight Systems", False)
+    nvtx_ranges: bool = _of_nsight("operators for Nsight Systems", False)
     record_memory_history: bool = switch(
         "write CUDA's allocations to --memory-snapshot-path at each --log-interval"
     )
     memory_snapshot_path: str = setting(
-        "file for them; _RANK is put before its last suffix", "snapshot.pickle"
+        "file for them; _RANK is put before its last suffix",
+        "snapshot.pickle",
+        without="record_memory_history",
     )
 
     def check_rules(self) -> None:

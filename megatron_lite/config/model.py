@@ -26,7 +26,7 @@ from .layer_pattern import (
     spelled,
 )
 from .setting import count, required, resolve, setting, share, switch
-from .variants import ALL_HEADS, LatentSettings, RotarySettings, Variants, yarn_magnitude
+from .variants import ALL_HEADS, OF_ROPE, LatentSettings, RotarySettings, Variants, yarn_magnitude
 
 
 class ActivationFacts(NamedTuple):
@@ -97,11 +97,13 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
     position_embedding_type: str = setting(
         "position embedding", "learned_absolute", choices=f"learned_absolute {ROPE} none"
     )
-    rotary_base: int = count("base of the rotary frequencies", 10000)
-    rotary_percent: float = setting("share of a head's channels that is rotated", 1.0)
+    rotary_base: int = count("base of the rotary frequencies", 10000, without=OF_ROPE)
+    rotary_percent: float = setting(
+        "share of a head's channels that is rotated", 1.0, without=OF_ROPE
+    )
     use_rope_scaling: bool = switch(
         "scale the rotary frequencies by Llama 3.1's rule",
-        without="position_embedding_type=rope",
+        without=OF_ROPE,
         excludes="rope_type=yarn/longrope",
         why="each of them scales the frequencies by its own rule",
     )
@@ -110,13 +112,13 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
     )
     rotary_seq_len_interpolation_factor: int | None = count(
         "divide the positions of the rotary embedding by N, for sequences N times as long",
-        without="position_embedding_type=rope",
+        without=OF_ROPE,
     )
     no_rope_freq: int | tuple[int, ...] | None = setting(
         "every N-th layer does not rotate queries and keys; or a list with 1 for each layer that "
         "does not, such as ([0]*3+[1])*2",
         parse=partial(parse_pattern, "--no-rope-freq"),
-        needs="position_embedding_type=rope",
+        needs=OF_ROPE,
     )
     normalization: str = setting("norm of every layer", "LayerNorm", choices=NORM_VECTORS)
     norm_epsilon: float = setting("added to the variance in a norm", 1e-5, least=0.0)
@@ -131,7 +133,10 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
         why="an MLP has one activation",
     )
     bias_gelu_fusion: bool = setting(
-        "exact (erf) GELU instead of its tanh form", True, name="--no-bias-gelu-fusion"
+        "exact (erf) GELU instead of its tanh form",
+        True,
+        name="--no-bias-gelu-fusion",
+        unless="swiglu|squared_relu|geglu",
     )
     add_bias_linear: bool = setting(
         "no bias in the linear layers", True, name="--disable-bias-linear"
@@ -149,8 +154,7 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
     )
     attention_softmax_in_fp32: bool = switch(
         "softmax of unfused attention in float32",
-        without="attention_backend=unfused",
-        why="flash attention works in float32 inside",
+        without="attention_backend=unfused: flash attention works in float32 inside",
     )
     window_size: tuple[int, int] | None = setting(
         "LEFT,0: a query reads the LEFT tokens before its own, and its own; else all before",
@@ -163,7 +167,9 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
         needs="window_size",
     )
     fp32_residual_connection: bool = switch(
-        "residual stream in float32 under --bf16 and --fp16", needs="norm_position=before"
+        "residual stream in float32 under --bf16 and --fp16",
+        needs="norm_position=before",
+        without="bf16|fp16: all of the run is in float32",
     )
     hidden_dropout: float = share("dropout of embeddings and of what each layer adds", 0.1)
     attention_dropout: float = share("dropout of attention probabilities", 0.1)

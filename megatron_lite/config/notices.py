@@ -8,7 +8,9 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from .checks import flag
+from .experts import SINKHORN
 from .layer_pattern import reach, spelled
+from .optimizer_settings import WARMUPS
 from .policy import LayerAction, check_policy_reaches, parse_entry
 from .regions import (
     MLP_REGION,
@@ -75,29 +77,31 @@ def notices(
 
 
 def _unread(config: RunConfig, given: Collection[str]) -> Iterator[str]:
-    """Yields the fields that are set and that nothing reads. A field is set if the command line
-    gives it, or if it does not have its default."""
-    always = {}
-    if config.training.precision == "fp32":
-        always["fp32_residual_connection"] = (
-            "without --bf16 or --fp16: all of the run is in float32"
-        )
-    if config.training.fp16 and (scale := config.loss_scaling.loss_scale):
-        for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
-            always[name] = f"with --loss-scale {scale}, a constant"
-    if config.data_parallel.use_torch_fsdp2:
-        for name in ("overlap_grad_reduce", "ddp_bucket_size"):
-            always[name] = "under --use-torch-fsdp2, which always overlaps, layer by layer"
-    values = config.values
-    if config.model.builds_scores("cpu"):  # on some device
+    """Yields the fields that are set and that nothing reads, those with one reason together. A
+    field is set if the command line gives it, or if it does not have its default."""
+    model, values = config.model, config.values
+    if model.builds_scores("cpu"):  # on some device
         values["attention_backend"] = "unfused"
+    reasons: dict[str, str] = {}
+    if values["lr_decay_style"] == "constant" and not any(values[name] for name in WARMUPS):
+        # Otherwise the warm-up must be shorter.
+        reasons |= dict.fromkeys(
+            ("lr_decay_iters", "lr_decay_samples"), "with --lr-decay-style constant and no warm-up"
+        )
+    if model.moe_router_load_balancing_type not in ("none", SINKHORN) and not model.balance_losses:
+        reasons["moe_router_load_balancing_type"] = "without --moe-aux-loss-coeff above 0"
+    unread: dict[str, list[str]] = {}
     for name, one in run_fields().items():
-        why = always.get(name)
-        if why is None and one.without:
-            needed = condition(one.without, values)
-            why = f"without {needed.text}{'' if one.needs else one.reason}" * (not needed.holds)
-        if why and (name in given or values[name] != one.default):
-            yield f"{one.flag} has no effect {why}"
+        if name not in given and values[name] == one.default:
+            continue
+        for word, rule in (("without", one.without), ("with", one.unless)):
+            text, colon, reason = rule.partition(":")
+            if rule and (found := condition(text, values)).holds is (word == "with"):
+                reasons[name] = f"{word} {found.text}{colon}{reason}"
+        if name in reasons:
+            unread.setdefault(reasons[name], []).append(one.flag)
+    for why, flags in unread.items():
+        yield f"{', '.join(flags)} {'has' if len(flags) == 1 else 'have'} no effect {why}"
 
 
 def _of_run(config: RunConfig) -> Iterator[str]:

@@ -206,6 +206,9 @@ class OptimizerConfig(Settings):
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 OF_SAMPLES = "train_samples"
 ALIKE = "the length of the run and its learning rate count alike"
+CONSTANT = "lr_decay_style=constant"
+WARMUPS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
+NO_SCHEDULE = "finetune|no_load_optim: the schedule begins anew"
 WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 
 
@@ -225,7 +228,11 @@ class LrScheduleConfig(Settings):
 
     lr: float | None = setting("largest learning rate (needed to train)", least=0.0)
     min_lr: float = setting(
-        "smallest learning rate, at the end of the decay", 0.0, least=0.0, upto="lr"
+        "smallest learning rate, at the end of the decay",
+        0.0,
+        least=0.0,
+        upto="lr",
+        unless=CONSTANT,
     )
     lr_decay_style: str = setting("shape of the decay", "linear", choices=LR_DECAY_STYLES)
     lr_decay_iters: int | None = count(
@@ -244,13 +251,19 @@ class LrScheduleConfig(Settings):
         "warm-up as a share of the decay's length", excludes="lr_warmup_iters lr_warmup_samples"
     )
     lr_warmup_init: float = setting(
-        "learning rate at the start of the warm-up", 0.0, least=0.0, upto="lr"
+        "learning rate at the start of the warm-up",
+        0.0,
+        least=0.0,
+        upto="lr",
+        # A schedule that is taken from a checkpoint begins at the flag's rate, too.
+        without="|".join((*WARMUPS, "use_checkpoint_opt_param_scheduler")),
     )
     lr_wsd_decay_style: str = setting(
         "how WSD (warm-up, stable, decay) falls at its end",
         "exponential",
         choices=WSD_DECAY_STYLES,
         megatron={"1-sqrt": "minus_sqrt"},
+        without="lr_decay_style=WSD",
     )
     lr_wsd_decay_iters: int | None = count(
         "iterations of WSD's decay, at the end",
@@ -267,12 +280,18 @@ class LrScheduleConfig(Settings):
         "--lr of the word embedding and the output layer, if it differs", least=0.0
     )
     decoupled_min_lr: float | None = setting(
-        "their --min-lr; derived: --min-lr", least=0.0, upto="decoupled_lr", without="decoupled_lr"
+        "their --min-lr; derived: --min-lr",
+        least=0.0,
+        upto="decoupled_lr",
+        without="decoupled_lr",
+        unless=CONSTANT,
     )
     use_checkpoint_opt_param_scheduler: bool = switch(
         "a run that continues takes learning-rate schedule and weight decay from its checkpoint",
         alias="--use-checkpoint-opt-param-scheduler",
         name="--use-checkpoint-opt_param-scheduler",
+        without="load",
+        unless=NO_SCHEDULE,
     )
     override_opt_param_scheduler: bool = switch(
         "a run that continues takes them from the flags, which is the default, and the log does "
@@ -280,6 +299,8 @@ class LrScheduleConfig(Settings):
         alias="--override-opt-param-scheduler",
         name="--override-opt_param-scheduler",
         excludes="use_checkpoint_opt_param_scheduler",
+        without="load",
+        unless=NO_SCHEDULE,
     )
 
     def check_rules(self) -> None:
@@ -294,6 +315,7 @@ class LrScheduleConfig(Settings):
 
 
 of_fp16 = partial(setting, without="fp16")
+_dynamic = partial(of_fp16, unless="loss_scale: the scale is constant")
 
 
 class LossScaleConfig(Settings):
@@ -312,21 +334,21 @@ class LossScaleConfig(Settings):
         "its step, and doubled after a window without",
         above=0,
     )
-    initial_loss_scale: float = of_fp16("first dynamic scale", 2.0**32, above=0)
-    min_loss_scale: float = of_fp16(
+    initial_loss_scale: float = _dynamic("first dynamic scale", 2.0**32, above=0)
+    min_loss_scale: float = _dynamic(
         "smallest dynamic scale: an overflow at it stops the run, unless "
         "--no-check-for-nan-in-loss-and-grad",
         1.0,
         above=0,
         upto="initial_loss_scale",
     )
-    loss_scale_window: float = count(
-        "steps without overflow after which the scale doubles", 1000.0, without="fp16"
+    loss_scale_window: float = _dynamic(
+        "steps without overflow after which the scale doubles", 1000.0, least=1
     )
-    hysteresis: int = count(
+    hysteresis: int = _dynamic(
         "overflows before the scale is halved for the first time, or after it has doubled",
         2,
-        without="fp16",
+        least=1,
     )
 
     def check_rules(self) -> None:

@@ -9,6 +9,7 @@ OTHER_EXPERTS = dict(
     why="ranks hold different experts, and exchange as many rows as their routers choose; use "
     "--use-distributed-optimizer, and other graphs",
 )
+FSDP_OVERLAPS = "use_torch_fsdp2: it always overlaps, layer by layer"
 PIPELINE = "pipeline_model_parallel_size>1"
 CP_COMM_TYPES = ("p2p", "allgather", "a2a")
 
@@ -42,8 +43,8 @@ class ParallelConfig(Settings):
     tensor_model_parallel_size: int = count("ranks that share each layer", 1)
     sequence_parallel: bool = switch(
         "split norms and dropout over the tensor-parallel ranks, along the sequence",
-        without="tensor_model_parallel_size>1",
-        why="it splits the sequence over these ranks, and is turned off",
+        without="tensor_model_parallel_size>1: it splits the sequence over these ranks, and is "
+        "turned off",
     )
     pipeline_model_parallel_size: int = count(
         "ranks that share the layers, one behind the other", 1
@@ -268,12 +269,13 @@ class DataParallelConfig(Settings):
     """
 
     overlap_grad_reduce: bool = switch(
-        "sum gradients over the data-parallel ranks bucket by bucket, beside backward"
+        "sum gradients over the data-parallel ranks bucket by bucket, beside backward",
+        unless=FSDP_OVERLAPS,
     )
     ddp_bucket_size: int | None = count(
         "parameters of a bucket; derived: 40 million, or 1 million per data-parallel rank",
-        without="overlap_grad_reduce",
-        why="everything is reduced at once",
+        without="overlap_grad_reduce: everything is reduced at once",
+        unless=FSDP_OVERLAPS,
     )
     grad_reduce_in_bf16: bool = switch(
         "exchange gradients in bfloat16 (each rank sums its micro-batches in float32)",

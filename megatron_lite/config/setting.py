@@ -56,11 +56,11 @@ class Setting(NamedTuple):
     least, most, above, below: the bounds of the value, which must be finite.
     upto, multiple_of: a field, and fields, of any topic: the value may not be above it, and must be
         a multiple of each.
-    why: the reason for the bounds, and for the exclusions or else the needs; if there are no needs,
-        also for `without`.
+    why: the reason for the bounds, and for the exclusions or else the needs.
     needs, excludes: conditions that must hold, or must not, unless the field has its default.
         Blanks stand between several, and between several fields of multiple_of.
-    without: the condition without which the flag has no effect, as a notice says.
+    without, unless: the condition without which, and the one with which, the flag has no effect. A
+        notice says so, and the reason behind a colon.
 
     A condition names a field of any topic: "load", "optimizer=muon", "tokenizer_type=A/B" for one
     of two values, or "pipeline_model_parallel_size>1".
@@ -92,6 +92,7 @@ class Setting(NamedTuple):
     needs: str = ""
     excludes: str = ""
     without: str = ""
+    unless: str = ""
     field: str = ""
     kind: Any = bool
     default: Any = False

@@ -107,11 +107,13 @@ class TrainingConfig(Settings):
         without="eod_mask_loss",
     )
     eval_interval: int | None = count(
-        "iterations between validations; the end of the run has one in any case"
+        "iterations between validations; the end of the run has one in any case",
+        unless="eval_iters=0",
     )
     eval_iters: int = setting("global batches of one validation; 0 for none at all", 100, least=0)
     eval_global_batch_size: int | None = count(
-        "samples of a batch of a validation; none: the full batch of training"
+        "samples of a batch of a validation; none: the full batch of training",
+        unless="eval_iters=0",
     )
     exit_interval: int | None = count("save and stop when the iteration is a multiple of it")
     exit_duration_in_mins: int | None = count(

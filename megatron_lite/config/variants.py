@@ -26,6 +26,7 @@ from functools import partial
 from .setting import Settings, count, setting, several, switch
 
 ALL_HEADS = "all-heads"
+OF_ROPE = "position_embedding_type=rope"
 
 
 class Variants(Settings):
@@ -118,7 +119,7 @@ class LatentSettings(Settings):
 
     multi_latent_attention: bool = switch(
         "keys and values of all heads from one latent vector a token, as in DeepSeek-V2",
-        needs="position_embedding_type=rope rotary_percent=1.0",
+        needs=f"{OF_ROPE} rotary_percent=1.0",
         excludes="group_query_attention add_qkv_bias no_rope_freq use_rope_scaling "
         "rotary_seq_len_interpolation_factor rotary_base_local qk_layernorm_scope=all-heads",
         why="its heads share a rotated part, and its values are smaller than its keys",
@@ -167,7 +168,7 @@ class RotarySettings(Settings):
     )
     rotary_interleaved: bool = switch(
         "rotate pairs of neighbouring channels of a head, not one of each half",
-        without="position_embedding_type=rope",
+        without=OF_ROPE,
         excludes="multi_latent_attention",
         why="multi-latent attention has pairs of neighbours in any case",
     )
@@ -175,6 +176,7 @@ class RotarySettings(Settings):
         "base of the rotary frequencies of layers with a window, which are not scaled, as in "
         "Gemma 3; none: as those of the others",
         needs="window_size",
+        without=OF_ROPE,
     )
     rotary_scaling_factor: float = of_both(
         "how many times as long sequences yarn or longrope is for", 1.0, above=0.0
