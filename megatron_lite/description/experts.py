@@ -117,6 +117,10 @@ def expert_operations(of: Sizes, normed: KeptTensor, layer: int) -> Iterator[Ope
     places = KeptTensor("order of the received rows", rows * INDEX_BYTES)
     moved = Moved(2 * permuted, 2 * permuted)
     temporary = (2 * rows + sent) * sizes_of_row["rows"] * moves
+    # The rows, a copy of them with a place for each choice of all tokens here, and its sums.
+    copies = of.ep_size if gathers else 1
+    at_hand = (sent if moves else rows) + copies * slots
+    placed = at_hand * sizes_of_row["rows"] + copies * whole
     yield Operation(
         "permute",
         "mlp.experts",
@@ -129,7 +133,7 @@ def expert_operations(of: Sizes, normed: KeptTensor, layer: int) -> Iterator[Ope
         ),
         backward=tuple(_exchange(sent * size) for size in sizes_of_row.values() if moves),
         moved=moved,
-        temporary=temporary,
+        temporary=max(temporary, placed),
     )
     yield _grouped(
         of,
@@ -187,6 +191,7 @@ def expert_operations(of: Sizes, normed: KeptTensor, layer: int) -> Iterator[Ope
             for number, one in enumerate(sums)
         ),
         backward=(*shared.gathers, *over_experts(ALL_GATHER, whole)),
+        in_forward=placed + copies * whole * bool(gathers or shared.gathers),
     )
 
 
@@ -315,5 +320,9 @@ def _grouped(
         rebuilds=rebuilds,
         parameters=(weight, *bias),
         moved=moved,
-        temporary=max(output.num_bytes * (1 + len(bias)), cast) + inputs + gradient,
+        # The gradient of a factor on the bias takes the rows, their biases and the product.
+        temporary=max(
+            output.num_bytes * (1 + len(bias) * (1 + (name == EXPERTS_FC2))),
+            max(output.num_bytes, cast) + inputs + gradient,
+        ),
     )

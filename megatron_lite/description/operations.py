@@ -168,7 +168,8 @@ class Operation(NamedTuple):
     parameters: the parameters of its module.
     moved: the bytes that its kernels move besides matmuls and collectives. The sum of a residual's
         two gradients counts in the norm where the residual branches.
-    temporary: the bytes of its largest temporary (sizes.py).
+    temporary: the bytes of its largest temporary (sizes.py). in_forward: those of its forward, if
+        they can be more than any backward holds.
     """
 
     name: str
@@ -185,6 +186,7 @@ class Operation(NamedTuple):
     moved: Moved = NOTHING_MOVED
     runs_beside: bool = False
     temporary: int = 0
+    in_forward: int = 0
 
     @property
     def entered(self) -> str:

@@ -7,10 +7,10 @@ Some bytes are the number of an operation: its largest temporary, at the fullest
 
 A number counts the gradients of the operation's output and input, gathered tensors, and what its
 kernels allocate. The fullest moment of an operation is in its backward, because its forward holds
-no more. The exception is the loss in one pass, whose forward computes the gradients. Operations
-that never hold the most of their layer have the number 0: norms, dropout, rotary embedding and
-the split into heads. docs/memory.md tells how far the sum is from measured peaks. Standard
-library only.
+no more. The exceptions are the loss in one pass, whose forward computes the gradients, and the
+experts, whose forward holds a place for each choice of all tokens. Operations that never hold the
+most of their layer have the number 0: norms, dropout, rotary embedding and the split into heads.
+docs/memory.md tells how far the sum is from measured peaks. Standard library only.
 """
 
 from __future__ import annotations

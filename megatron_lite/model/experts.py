@@ -163,15 +163,15 @@ class Experts(nn.Module):
         if order.journey is not None:
             rows, row_weights = map(order.journey.moved, (rows, row_weights))
         self.num_rows = rows.shape[0], num_sent
-        activated = regions.run_discarding(
-            MOE_ACTIVATION, self.activation, self.linear_fc1(rows, order.ends), row_weights
-        )
+        # The name is taken again, so that nothing keeps rows alive that backward does not save.
+        rows = self.linear_fc1(rows, order.ends)
+        rows = regions.run_discarding(MOE_ACTIVATION, self.activation, rows, row_weights)
         if not self.output_is_read:
             regions.enter_tail()
-        output = self.linear_fc2(activated, order.ends, skip_tail, row_weights)
+        rows = self.linear_fc2(rows, order.ends, skip_tail, row_weights)
         if order.journey is not None:
-            output = order.journey.moved(output, is_back=True, skip_tail=skip_tail)
-        return order.summed(output, weights.shape, skip_tail)
+            rows = order.journey.moved(rows, is_back=True, skip_tail=skip_tail)
+        return order.summed(rows, weights.shape, skip_tail)
 
 
 def _weighted(pair: Pair) -> Pair:

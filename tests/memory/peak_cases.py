@@ -5,7 +5,6 @@ allocator had at once in the second step (tests/memory/step_peaks.py).
 `pytest tests/memory/test_step_peak.py` compares both.
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_lite.parallel.state import parallel_state
@@ -30,11 +29,14 @@ DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 CHUNKS = "--loss-chunk-size 64"
 UNTIED = "--untie-embeddings-and-output-weights"
 OWN_UNITS = "--fsdp-memory-efficient-wrapping"
-WINDOWS = "--window-size 32,0 --window-attn-skip-freq 2"
 # The fullest moment is in a layer.
 SMALL = "--vocab-size 255"
 NARROW = "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer"
 NARROW_SUMS = f"{NARROW} --main-grads-dtype bf16"
+TP, SEQUENCE = "--tensor-model-parallel-size 2", "--sequence-parallel"
+PP, VIRTUAL = "--pipeline-model-parallel-size 2", "--num-virtual-stages-per-pipeline-rank 2"
+CP, FSDP, ZERO1 = "--context-parallel-size 2", "--use-torch-fsdp2", "--use-distributed-optimizer"
+INSTANCES = "--num-distributed-optimizer-instances 2"
 # The fullest moment is the update, or near it.
 FEW_TOKENS = (
     "--num-layers 2 --hidden-size 512 --seq-length 16 --micro-batch-size 1 --vocab-size 255"
@@ -55,7 +57,7 @@ class Case(NamedTuple):
         config = parsed_line(f"{SIZES} {self.flags}").config
         data_parallel_size = config.parallel.data_parallel_size(self.ranks)
         batch = self.micro_batches * config.training.micro_batch_size * data_parallel_size
-        return replace(config, training=replace(config.training, global_batch_size=batch))
+        return config.with_fields({"global_batch_size": batch})
 
 
 def policy(text):
@@ -63,7 +65,7 @@ def policy(text):
     return f"--recompute-policy {text}"
 
 
-ONE_RANK = (
+CASES = (
     Case("nothing rebuilt", ""),
     Case("a padded vocabulary", "--vocab-size 4001"),
     Case("full/3, dropout", f"{CHUNKS} {DROPOUT} {policy('*:full/3')}"),
@@ -75,7 +77,10 @@ ONE_RANK = (
     Case("full/1, contiguous", f"{CHUNKS} {policy('*:full/1')} --contiguous-saved-activations"),
     Case("small vocabulary, ops(matmul/2)", f"{SMALL} {policy('*:ops(matmul/2)')}"),
     Case("small vocabulary, verified", f"{SMALL} {policy('*:mlp')} --recompute-verify"),
-    Case("small vocabulary, windows", f"{SMALL} {WINDOWS} {policy('*:full/1')}"),
+    Case(
+        "small vocabulary, windows",
+        f"{SMALL} --window-size 32,0 --window-attn-skip-freq 2 {policy('*:full/1')}",
+    ),
     Case("few tokens, muon", f"{FEW_TOKENS} --optimizer muon"),
     Case(
         "few tokens, muon, qkv is the largest",
@@ -90,12 +95,6 @@ ONE_RANK = (
         "few tokens, rounded to either neighbour",
         f"{FEW_TOKENS} {NARROW} --main-params-dtype fp16 --stochastic-rounding",
     ),
-)
-TP, SEQUENCE = "--tensor-model-parallel-size 2", "--sequence-parallel"
-PP, VIRTUAL = "--pipeline-model-parallel-size 2", "--num-virtual-stages-per-pipeline-rank 2"
-CP, FSDP, ZERO1 = "--context-parallel-size 2", "--use-torch-fsdp2", "--use-distributed-optimizer"
-INSTANCES = "--num-distributed-optimizer-instances 2"
-TWO_RANKS = (
     Case("TP 2, full/2@split", f"{TP} {CHUNKS} {policy('*:full/2@split')}", 2),
     Case("TP 2, full/1@split+host", f"{TP} {CHUNKS} {policy('*:full/1@split+host')}", 2),
     Case("PP 2, 2 virtual stages, mlp", f"{PP} {VIRTUAL} {policy('*:mlp')}", 2, 4),
@@ -121,7 +120,6 @@ TWO_RANKS = (
     Case("CP 2, small vocabulary", f"{CP} {SMALL} --cp-comm-type allgather", 2),
     Case("CP 2, unfused, ZeRO-1", f"{CP} {CHUNKS} {ZERO1} --attention-backend unfused", 2),
 )
-CASES = (*ONE_RANK, *TWO_RANKS)
 
 
 class Row(NamedTuple):
@@ -148,5 +146,4 @@ def row_of_rank(rank, world_size, case):
 
 def rows(case):
     """Runs a case. Returns the row of every rank; ranks of equal sizes give one row."""
-    found = run_ranks(row_of_rank, case.ranks, case)
-    return list({row[:2]: row for row in found}.values())
+    return set(run_ranks(row_of_rank, case.ranks, case))

@@ -136,6 +136,9 @@ def stage_course(
                 forward.look(Moment("forward of layers", segment.first_layer))
                 forward.other -= waiting
                 waiting = away
+            own = (one for number in segment.numbers for one in layers[number].operations)
+            if most := max(one.in_forward for one in own):
+                forward.look(Moment("forward of experts", segment.first_layer, other=most))
             stay = 0 if weights.reshards else segment.num_layers
             forward.other += weights.layer.gathered * (stay - 1)
         forward.look(Moment("forward of layers", plan.num_layers - 1 if layers else None))
