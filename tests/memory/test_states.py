@@ -146,15 +146,18 @@ def of_one_rank():
     return [run_of(*case) for case in sampled(cases, every=2)]
 
 
-TP2, PP2 = dict(tp_size=2, sequence_parallel=True), dict(pipeline_model_parallel_size=2)
 # By name: the ranks, and a function that returns their runs.
 RUNS = {
     "alone": (1, of_one_rank),
     **{layout: (2, partial(of_two_ranks, layout)) for layout in LAYOUTS},
+    "fsdp2, uneven": (3, partial(of_four_ranks, "fsdp2", global_batch_size=3)),
     **{
         f"{layout}, {name}": (4, partial(of_four_ranks, layout, rule, **place))
         for layout, rule in (("replicated", "host"), ("zero1, overlap", "host"), ("fsdp2", "adam"))
-        for name, place in (("TP 2", TP2), ("PP 2", PP2))
+        for name, place in (
+            ("TP 2", dict(tp_size=2, sequence_parallel=True)),
+            ("PP 2", dict(pipeline_model_parallel_size=2)),
+        )
     },
     **{f"{number} instances": (4, partial(of_instances, number)) for number in (2, 4)},
 }

@@ -161,7 +161,7 @@ def _states(settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int)
 def _fully_sharded(config: RunConfig, held: list[Parameter], shards: int, rank: int) -> RankStates:
     """Returns the bytes under FSDP2, which splits the rows of a parameter like torch.chunk.
 
-    Every rank allocates as many rows of the weight as the first rank has.
+    Every rank allocates as many rows of the weight, and of its gradient, as the first rank has.
     """
     allocates, pieces = [], []
     for one in held:
@@ -171,8 +171,7 @@ def _fully_sharded(config: RunConfig, held: list[Parameter], shards: int, rank: 
         allocates.append(FLOAT32 * per_rank * math.prod(others))
         if mine:
             pieces.append((_is_matrix(one), mine))
-    gradients = [FLOAT32 * mine for _, mine in pieces]
-    return RankStates.of(allocates, [], gradients, _optimizer_tensors(config, pieces))
+    return RankStates.of(allocates, [], allocates, _optimizer_tensors(config, pieces))
 
 
 def _optimizer_tensors(config: RunConfig, pieces: list[tuple[bool, int]]) -> list[int]:
