@@ -4,8 +4,9 @@ A new update rule needs a name in OPTIMIZERS, fields in OptimizerConfig, a modul
 `optim/adam_update.py`, and an entry in `optim/optimizer.py`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import TypeVar
 
 from .setting import Settings, count, setting, share, switch
 
@@ -16,6 +17,23 @@ FORMATS = {"fp32": FLOAT32, "bf16": 2, "fp16": 2}  # bytes of an element
 PART = 2**24
 WORDS = "embedding.word_embeddings.weight"
 SMALL = 2**16  # below, one kernel for many parts is better than one for each
+
+T = TypeVar("T")
+
+
+def together(parts: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yields the parts that few launches update together, with at most PART elements. size: the
+    number of elements of a part."""
+    found, total = list[T](), 0
+    for part in parts:
+        if found and total + size(part) > PART:
+            yield found
+            found, total = [], 0
+        found.append(part)
+        total += size(part)
+    if found:
+        yield found
+
 
 PRECISION_AWARE = dict(needs="use_precision_aware_optimizer")
 NO_FP8 = {"fp8": "is not built: give bf16 or fp16"}

@@ -16,13 +16,14 @@ cut into parts of at most PART elements, so that no float32 copy of a large one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_lite.config import optimizer_settings
+from megatron_lite.config.optimizer_settings import together
 from megatron_lite.parallel.compiled import CompiledKernels, at_least_float32
 from megatron_lite.parallel.torch_internals import foreach_copy_, is_fake
 
@@ -153,7 +154,9 @@ def update_apart(
         alone = bool(rule.keys) or any(hasattr(state, SCALES) for state in states)
         if rule.kernels is not None and not alone:
             parts = _update_compiled(rule, rule.kernels, parts, skipped)
-        for several in [[one] for one in parts] if alone else _together(parts):
+        for several in (
+            [[one] for one in parts] if alone else together(parts, lambda one: one.weight.numel())
+        ):
             values = _update_parts(rule, several, [one.grad for one in several], skipped)
             weights = [one.weight for one in several]
             if pieces[0].master.dtype.itemsize == 2:
@@ -161,6 +164,7 @@ def update_apart(
                 values = [torch.where(skipped > 0.0, weights[0], values[0])]
             if pieces[0].weight is not pieces[0].master:
                 foreach_copy_(weights, values)
+            del values, weights  # or else they live while the next part is updated
     # It waits for the device, and for all but the last copies.
     if on_host and (is_fake(skipped) or not skipped.item()):
         assert rule.link is not None
@@ -213,21 +217,6 @@ def adam_(
     master = master * decay - rate * average / (square.sqrt() / root + eps)
     for own, new in zip(stored, (master, average, square, master), strict=False):
         own.copy_(torch.where(stays, own, new))
-
-
-def _together(parts: Sequence[Part]) -> Iterator[list[Part]]:
-    """Yields the parts that few launches update together: with as many elements as one part may
-    have."""
-    found, size = list[Part](), 0
-    for part in parts:
-        number = part.weight.numel()
-        if found and size + number > optimizer_settings.PART:
-            yield found
-            found, size = [], 0
-        found.append(part)
-        size += number
-    if found:
-        yield found
 
 
 def _update_parts(

@@ -18,6 +18,7 @@ from tests.memory.peak_cases import (
     FEW_TOKENS,
     FSDP,
     LLAMA,
+    NARROW_SUMS,
     OWN_UNITS,
     PP,
     SEQUENCE,
@@ -63,6 +64,7 @@ ROWS = (
     f"{SMALL} {LONG} --micro-batch-size 4 --bf16 --num-experts 8 --moe-router-topk 8 "
     "--moe-ffn-hidden-size 16"
 )
+WIDE = f"{FEW_TOKENS} {NARROW_SUMS} --num-layers 1 --ffn-hidden-size 17600"
 CASES_HERE = (
     Case("mlp/8, llama, bf16", f"{CHUNKS} {LLAMA} --bf16 {policy('*:mlp/8')}"),
     Case("TP 2, full+mlp/4", f"{TP} {SEQUENCE} {CHUNKS} {policy('*:full+mlp/4')}", 2),
@@ -76,6 +78,11 @@ CASES_HERE = (
     ),
     Case("experts, EP 2", f"{ROWS} --expert-model-parallel-size 2 --disable-bias-linear", 2),
     Case("biases of experts", f"{ROWS} {policy('*:full/1')}"),
+    Case(
+        "few tokens, 16-bit states",
+        f"{WIDE} --main-params-dtype fp16 --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16",
+    ),
+    Case("few tokens, parts", f"{WIDE} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
     Case("documents, windows", f"{DOCUMENTS} --window-size 32,0"),
     Case("CP 2, heads exchanged", f"{CP} {SMALL} --cp-comm-type a2a {policy('*:full/1')}", 2),
     Case("CP 2, in two ways", f"{CP} {SMALL} --cp-comm-type a2a p2p a2a p2p", 2),

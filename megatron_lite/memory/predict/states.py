@@ -29,7 +29,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.optimizer_settings import FLOAT32, FORMATS, MUON, PART, SMALL
+from megatron_lite.config.optimizer_settings import FLOAT32, FORMATS, MUON, PART, SMALL, together
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.gradient_buckets import bucket_layouts
@@ -299,18 +299,17 @@ def _part(config: RunConfig, pieces: Iterable[int], device: str) -> int:
     pieces: the elements of each piece that the device updates. Some are updated together: all, or
         the small ones, if the others have a compiled kernel each. Scales are of one piece.
     """
-    options = config.optimizer
+    options, has_kernels = config.optimizer, config.uses_compiler(device)
     copies = sum(kind != "fp32" for kind in options.formats)
     scales = "fp16" in options.formats
     divided = scales + 7 * options.stochastic_rounding  # numbers of 64 bits
     chosen = 3 * (options.main_params_dtype != "fp32")
     most = max(copies + (options.main_grads_dtype != "fp32"), copies + divided, chosen)
-    if scales:
-        together = max(pieces, default=0)
-    else:
-        has_kernels = config.uses_compiler(device)
-        together = sum(number for number in pieces if number < SMALL or not has_kernels)
-    return FLOAT32 * most * min(PART, together)
+    parts = [min(PART, number - start) for number in pieces for start in range(0, number, PART)]
+    if not scales:
+        several = (number for number in parts if number < SMALL or not has_kernels)
+        parts = [sum(group) for group in together(several, int)]
+    return FLOAT32 * most * max(parts, default=0)
 
 
 def _muon(config: RunConfig, stage: Stage, shards: int) -> int:
