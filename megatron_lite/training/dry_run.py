@@ -305,8 +305,8 @@ def _exact(step: StepSize, place: ParallelState) -> tuple[Counter[str], int]:
     the most bytes that the rank holds after the last backward.
     """
     config, states = step.config, own_states(step.config, place)
-    (stage,) = config.stages_of_rank(place.pp_rank)
-    update = update_memory(config, stage, states, dp_cp_size=place.dp_cp_size, device="cpu")
+    (stage,) = stages = config.stages_of_rank(place.pp_rank)
+    update = update_memory(config, stages, states, dp_cp_size=place.dp_cp_size, device="cpu")
     found = Counter({**dict(zip(STATES, states[:4], strict=True)), HOST: states.on_host})
     waiting = most_in_flight(
         size=step.pipeline_size, rank=place.pp_rank, num_microbatches=step.num_microbatches

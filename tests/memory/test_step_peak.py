@@ -79,6 +79,16 @@ CASES_HERE = (
     Case("experts, EP 2", f"{ROWS} --expert-model-parallel-size 2 --disable-bias-linear", 2),
     Case("biases of experts", f"{ROWS} {policy('*:full/1')}"),
     Case(
+        "muon, the first layer has experts",
+        f"{FEW_TOKENS} --optimizer muon --num-experts 2 --moe-ffn-hidden-size 16 "
+        "--moe-layer-freq 2 --ffn-hidden-size 4096",
+    ),
+    Case(
+        "muon, one query group",
+        f"{FEW_TOKENS} --optimizer muon --num-layers 1 --group-query-attention "
+        "--num-query-groups 1 --kv-channels 512 --num-attention-heads 16 --ffn-hidden-size 64",
+    ),
+    Case(
         "few tokens, 16-bit states",
         f"{WIDE} --main-params-dtype fp16 --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16",
     ),

@@ -36,11 +36,7 @@ from megatron_lite.description.gradient_buckets import bucket_layouts
 from megatron_lite.description.model_ends import embedding_operations, head_operations
 from megatron_lite.description.operations import Operation, Parameter
 from megatron_lite.description.sizes import Sizes, allocated
-from megatron_lite.description.transformer_layer import (
-    describe_kinds,
-    describe_layer,
-    describe_layers,
-)
+from megatron_lite.description.transformer_layer import describe_kinds, describe_layers
 
 LAYERS = "decoder.layers."
 
@@ -273,9 +269,9 @@ class UpdateMemory(NamedTuple):
 
 
 def update_memory(
-    config: RunConfig, stage: Stage, states: RankStates, *, dp_cp_size: int, device: str
+    config: RunConfig, stages: Iterable[Stage], states: RankStates, *, dp_cp_size: int, device: str
 ) -> UpdateMemory:
-    """Returns the memory of the end of a step. stage: one of the rank's stages."""
+    """Returns the memory of the end of a step. stages: those of the rank."""
     found = [UpdateMemory("update", 0, True)]
     sharding, shards = config.data_parallel, config.shards(dp_cp_size)
     in_bf16 = sharding.grad_reduce_in_bf16 and config.optimizer.main_grads_dtype == "fp32"
@@ -288,7 +284,7 @@ def update_memory(
     if config.optimizer.is_rounded:
         found.append(UpdateMemory("update of a part", _part(config, states.pieces, device), False))
     if config.optimizer.optimizer == MUON:
-        found.append(UpdateMemory("update of a matrix", _muon(config, stage, shards), False))
+        found.append(UpdateMemory("update of a matrix", _muon(config, stages, shards), False))
     return max(found, key=lambda one: one.num_bytes)
 
 
@@ -312,19 +308,22 @@ def _part(config: RunConfig, pieces: Iterable[int], device: str) -> int:
     return FLOAT32 * most * max(parts, default=0)
 
 
-def _muon(config: RunConfig, stage: Stage, shards: int) -> int:
+def _muon(config: RunConfig, stages: Iterable[Stage], shards: int) -> int:
     """Returns the most bytes of Muon's temporaries for a parameter."""
-    sizes, model = Sizes.of(config, "cpu", stage), config.model
-    layer = describe_layer(sizes, min(stage.first_layer, model.num_layers - 1))
+    model = config.model
     qkv: tuple[int, ...] = (1,)
     if config.optimizer.muon_split_qkv:
         qkv = (model.num_attention_heads // model.query_groups, 1, 1)
-    return max(
+    found = (
         _matrices(config, sizes, shards, one.shape, qkv if operation.name == "linear_qkv" else (1,))
+        for stage in stages
+        for sizes in (Sizes.of(config, "cpu", stage),)
+        for layer, _ in describe_kinds(sizes, stage.num_layers)
         for operation in layer.operations
         for one in operation.parameters
         if len(one.shape) == 2
     )
+    return max(found, default=0)
 
 
 def _matrices(
@@ -332,15 +331,16 @@ def _matrices(
 ) -> int:
     """Returns the bytes of Muon's temporaries for a parameter. parts: the rows of its matrices.
 
-    A matrix is copied out of several. Then there are iterates in bfloat16, and its result, first
-    unscaled and then scaled, in float32. Several results are joined.
+    A matrix is copied out of several, unless their query group is the only one here. Then there
+    are iterates in bfloat16, and its result, first unscaled and then scaled, in float32. Several
+    results are joined.
     """
     optimizer, (rows, columns) = config.optimizer, shape
     whole, done, most = FLOAT32 * rows * columns, 0, 0
     for part in parts:
         own = rows * part // sum(parts)
         result = FLOAT32 * own * columns
-        used = 2 * result + result * (len(parts) > 1)
+        used = 2 * result + result * (len(parts) > 1 and sizes.model.query_groups > sizes.tp_size)
         if optimizer.muon_fp32_matmul_prec == "medium":
             used += result  # two in bfloat16
         else:

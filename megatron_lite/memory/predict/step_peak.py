@@ -144,7 +144,7 @@ def step_peak(
 
     action, held, waiting = _fullest(config, device, schedule, course)
     each = [course(chunk, False) for chunk in range(len(stages))]
-    update = update_memory(config, stages[0], states, dp_cp_size=dp_cp_size, device=device)
+    update = update_memory(config, stages, states, dp_cp_size=dp_cp_size, device=device)
     sure = ESTIMATE
     where = _when(config, action, held, stages)
     if update.num_bytes > held.num_bytes:  # a small batch: the update holds more than any backward
