@@ -181,8 +181,17 @@ def _flash(of: Sizes, inputs: Tensors, *, windowed: bool) -> Operation:
         calls=(call,),
         backward=backward,
         rebuilds=(scores,),
-        temporary=_flash_temporary(of) + alone * (built * masked + pieces),
+        temporary=_flash_temporary(of) + alone * (built * masked + pieces) + on_cpu * _block(of),
     )
+
+
+def _block(of: Sizes) -> int:
+    """Returns the bytes of a thread's blocks of scores and of their gradients on a CPU, in float32
+    and rounded (torch 2.13, FlashAttentionKernel.cpp)."""
+    length = of.own_seq_length
+    rows = 256 if length >= 768 else 64 if length >= 192 else 32
+    each = of.accumulate_bytes + of.element_bytes * of.is_rounded
+    return 2 * rows * min(length, 512) * each
 
 
 def _flash_temporary(of: Sizes) -> int:

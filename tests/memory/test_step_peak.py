@@ -93,6 +93,11 @@ CASES_HERE = (
         f"{WIDE} --main-params-dtype fp16 --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16",
     ),
     Case("few tokens, parts", f"{WIDE} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
+    Case(
+        "blocks of scores",
+        f"{SMALL} --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 1 "
+        "--hidden-size 64 --position-embedding-type rope --recompute-policy *:full/2+mlp/16",
+    ),
     Case("documents, windows", f"{DOCUMENTS} --window-size 32,0"),
     Case("CP 2, heads exchanged", f"{CP} {SMALL} --cp-comm-type a2a {policy('*:full/1')}", 2),
     Case("CP 2, in two ways", f"{CP} {SMALL} --cp-comm-type a2a p2p a2a p2p", 2),
