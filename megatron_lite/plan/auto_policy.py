@@ -242,8 +242,9 @@ def with_chosen_policy(
 
 
 class RankMixes:
-    """The search for the mixes of all pipeline ranks of a run. All stages of a rank are alike.
+    """The search for the mixes of all pipeline ranks of a run.
 
+    longest: the stage of each rank that has the most layers. A shorter one begins with its mix.
     alike: for each rank the one whose bytes besides activations stand for those of this one.
     """
 
@@ -251,6 +252,10 @@ class RankMixes:
         config = run.config
         self.run, self.size = run, config.parallel.pipeline_model_parallel_size
         self.stages = config.stages()
+        self.longest = [
+            max(self.stages[rank :: self.size], key=lambda one: one.num_layers)
+            for rank in range(self.size)
+        ]
         self.clock = Clock.of(config, run.hardware)
         self.choices = layer_choices(config, self.clock, host=run.host_bytes > 0)
         self.on_device = tuple(one for one in self.choices if not one.on_host)
@@ -277,14 +282,14 @@ class RankMixes:
     def least(self) -> list[StageMix]:
         """Returns the mixes of the one choice with which a layer takes the fewest bytes."""
         least = min(self.on_device, key=lambda one: one.kept + one.rebuilt)
-        counts = (stage.num_layers for stage in self.stages[: self.size])
+        counts = (stage.num_layers for stage in self.longest)
         return [StageMix(((least, count),) * (count > 0), 0.0) for count in counts]
 
     def mixes(self, spaces: Mapping[int, int]) -> list[StageMix] | None:
         """Returns the fastest mix of every rank, or None if one has none."""
         found = []
         for rank in range(self.size):
-            mix = self._best(self.stages[rank], self.in_flight(rank), spaces[self.alike[rank]])
+            mix = self._best(self.longest[rank], self.in_flight(rank), spaces[self.alike[rank]])
             if mix is None:
                 return None
             found.append(mix)
@@ -339,11 +344,10 @@ class RankMixes:
         The text of a policy has a limited length. With many stages, the ranks between the first and
         the last share the mix of the first of them, which has the most micro-batches in flight.
         """
-        rules = [mix.rules() for mix in mixes]
-        if all(rule.action == KEEP and rule.store == "device" for one in rules for rule in one):
+        if all(one.action == KEEP and not one.on_host for mix in mixes for one, _ in mix.rows):
             return self.run.with_policy(None)
-        for chosen in (rules, [rules[rank] for rank in self.alike]):
-            own = [chosen[stage.rank] for stage in self.stages]
+        for chosen in (mixes, [mixes[rank] for rank in self.alike]):
+            own = [chosen[stage.rank].rules(stage.num_layers) for stage in self.stages]
             common = max(own, key=own.count)  # the most frequent rules name no stage
             special = [
                 replace(rule, stage=stage.number)

@@ -83,12 +83,13 @@ class StageMix(NamedTuple):
             fullest = max(fullest, kept + choice.rebuilt)
         return (in_flight - 1) * kept + fullest
 
-    def rules(self) -> tuple[Rule, ...]:
-        """Returns the rules of a policy, which name the layers."""
+    def rules(self, num_layers: int) -> tuple[Rule, ...]:
+        """Returns the rules of a policy for the first so many layers, which they name."""
         rules, first = [], 0
         for choice, count in self.rows:
-            layers = Layers(first, first + count - 1)
-            rules.append(Rule(layers=(layers,), action=choice.action, store=choice.store))
+            if first < num_layers:
+                layers = Layers(first, min(first + count, num_layers) - 1)
+                rules.append(Rule(layers=(layers,), action=choice.action, store=choice.store))
             first += count
         return tuple(rules)
 

@@ -107,6 +107,11 @@ def test_host_memory_is_used_only_where_it_is_allowed():
         ("--tensor-model-parallel-size 2", 2),
         ("--bf16 --parallel-residual", 1),
         ("--bf16 --squared-relu --hidden-dropout 0", 1),
+        (
+            "--num-layers 6 --pipeline-model-parallel-size 2 "
+            "--pipeline-model-parallel-layout Et*2|t*3|t|L",
+            2,
+        ),
     ],
 )
 @pytest.mark.parametrize("seq_length", [2, 16])
