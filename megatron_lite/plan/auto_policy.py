@@ -41,7 +41,7 @@ from .policies import (
     least_seconds,
     tile_counts,
 )
-from .stage_time import TimedRun, stage_time
+from .stage_time import HOST_PACE, TimedRun, stage_time
 from .step_time import StepTime, step_time
 from .work import Clock
 
@@ -51,6 +51,7 @@ ROUNDS = 6  # corrections of the space; two are usual
 RESERVE_BYTES, RESERVE_SHARE = 2**30, 0.03
 HOST_STEPS = 8  # numbers of layers with a hosted action that are tried
 UNIT_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+SHORT_WAIT = 0.01  # of a step for the host: longer units would hardly save more
 
 
 @dataclass(frozen=True)
@@ -154,14 +155,14 @@ def fitted(run: Plan, budget_bytes: int, *, or_smallest: bool = True) -> Plan:
         return whole
     search = RankMixes(run)
     spaces = search.spaces(search.least(), budget_bytes)
-    best, tried = None, []
+    best, tried, plans = None, [], list[Plan]()
     low = high = None  # the largest spaces that are known to fit, and the smallest that do not
     for _ in range(ROUNDS):
         mixes = search.mixes(spaces)
         if mixes is None or mixes in tried:
             break
         tried.append(mixes)
-        found = search.plan(mixes)
+        plans.append(found := search.plan(mixes))
         lacks = found.peak.num_bytes - budget_bytes
         corrected = search.spaces(mixes, budget_bytes)
         if lacks <= 0:
@@ -175,6 +176,8 @@ def fitted(run: Plan, budget_bytes: int, *, or_smallest: bool = True) -> Plan:
             spaces = {rank: nearer(space, corrected[rank]) for rank, space in spaces.items()}
             if high and found.peak.rank not in spaces:  # the correction has not seen this rank
                 spaces[search.alike[found.peak.rank]] -= lacks
+    if best and not _may_be_slower_than_units(best):
+        return best
     units = search.units()
     if not or_smallest:  # longer units keep less, and rebuild more at a time
         units = itertools.takewhile(
@@ -183,7 +186,21 @@ def fitted(run: Plan, budget_bytes: int, *, or_smallest: bool = True) -> Plan:
             ),
             units,
         )
-    return best or min(units, key=lambda one: one.peak.num_bytes, default=whole)
+
+    def order(one: Plan) -> tuple[bool, float]:
+        fits = one.peak.fits(budget_bytes)
+        return not fits, one.time.seconds if fits else one.peak.num_bytes
+
+    return min([search.plan(search.least()), *plans, *units], key=order)
+
+
+def _may_be_slower_than_units(best: Plan) -> bool:
+    """Tells whether longer units may be faster, for which the host launches less, or which need no
+    copies: the mixes count neither."""
+    rules, time = best.config.recompute.policy.rules, best.time
+    return all(one.action.unit for one in rules) or (
+        time.terms.get(HOST_PACE, 0.0) > SHORT_WAIT * time.seconds
+    )
 
 
 def least_replays(run: Plan, budget_bytes: int) -> list[float] | None:
@@ -369,4 +386,7 @@ class RankMixes:
         stores = ("", "@host")[: 1 + (self.run.host_bytes > 0)]
         for length, store in itertools.product(UNIT_LENGTHS, stores):
             if length <= longest:
-                yield self.run.with_policy(f"*:full/{length}{in_tiles}{store}")
+                one = self.run.with_policy(f"*:full/{length}{in_tiles}{store}")
+                ranks = {*self.alike} if store else ()
+                if all(one.step_peak(rank).on_host <= self.run.host_bytes for rank in ranks):
+                    yield one
