@@ -304,7 +304,7 @@ def _instances(problem: Problem, row: Row) -> Iterator[Row]:
     """Yields one instance of the states that are shared out, and then one for each node of a stage:
     gathers stay inside nodes."""
     yield {INSTANCES: 1}
-    nodes = problem.num_ranks // (row[PIPELINE] * problem.hardware.ranks_per_node)
+    nodes = problem.num_ranks // (row[PIPELINE] * problem.machine.ranks_per_node)
     if nodes > 1 and any(row.get(name) for name in DATA_PARALLEL):
         yield {INSTANCES: nodes}
 
@@ -348,7 +348,9 @@ DIMENSIONS: Sequence[tuple[Sequence[str], Callable[[Problem, Row], Iterable[Row]
     # No tensor-parallel group crosses the border of a node.
     (
         (TENSOR,),
-        lambda problem, _: _divisors(TENSOR, problem.num_ranks, problem.hardware.ranks_per_node),
+        lambda problem, _: _divisors(
+            TENSOR, min(problem.num_ranks, problem.machine.ranks_per_node), problem.num_ranks
+        ),
     ),
     ((CONTEXT,), _contexts),
     (

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError, Values, input_faults
@@ -61,6 +62,14 @@ class Problem(NamedTuple):
     host_bytes: int = 0
     states_on_host: int | None = None
     num_ranks: int = 1
+
+    @property
+    def machine(self) -> Hardware:
+        """The machine with as many ranks on each node as torchrun starts: equally many."""
+        most = self.hardware.ranks_per_node
+        if self.num_ranks < most or self.num_ranks % most == 0:
+            return self.hardware
+        return replace(self.hardware, ranks_per_node=math.gcd(self.num_ranks, most))
 
 
 def problem_of(

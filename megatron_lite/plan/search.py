@@ -70,13 +70,13 @@ class Search:
     """The search for the plans of a problem."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+        self.problem, self.machine = problem, problem.machine
         self.fixed_policy = problem.policy is not None
 
     def plan(self, config: RunConfig) -> Plan:
         """Returns the plan of a layout, with the host memory that its states leave."""
         problem = self.problem
-        plan = Plan(config, problem.hardware, problem.num_ranks, problem.host_bytes)
+        plan = Plan(config, self.machine, problem.num_ranks, problem.host_bytes)
         # If host memory is limited, the states take the same.
         if problem.states_on_host is None:
             return plan
@@ -84,7 +84,7 @@ class Search:
 
     def time(self, config: RunConfig, **facts: Any) -> StepTime:
         """Returns the step time. facts: see `step_time`."""
-        return step_time(config, self.problem.hardware, self.problem.num_ranks, **facts)
+        return step_time(config, self.machine, self.problem.num_ranks, **facts)
 
     def fit(self, config: RunConfig, budget_bytes: int, or_smallest: bool = True) -> Plan:
         """Returns the layout with its fastest policy that fits, or with the user's policy if it is

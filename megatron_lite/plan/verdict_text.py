@@ -3,7 +3,6 @@
 Standard library only.
 """
 
-import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -162,9 +161,7 @@ def _layout(plan: Plan) -> str:
 
 def command(plan: Plan) -> list[str]:
     """Returns the words of the command that runs a plan, in any directory."""
-    per_node, most = plan.num_ranks, plan.hardware.ranks_per_node
-    if per_node > most:  # torchrun starts equally many ranks on each node
-        per_node = math.gcd(per_node, most)
+    per_node = min(plan.num_ranks, plan.hardware.ranks_per_node)
     nodes = plan.num_ranks // per_node
     words = ["torchrun", "--nproc-per-node", str(per_node)]
     if nodes > 1:
@@ -218,7 +215,7 @@ def lines(one: Mapping[str, Any]) -> Iterator[str]:
         yield from _wrapped(
             f"{gib(plan['states_on_host_bytes'])} GiB of main weights, optimizer states and copies "
             "of gradients are in host memory (the update there takes "
-            f"{plan['step_terms'][HOST_UPDATE]:.2f} s of a step)."
+            f"{plan['step_terms'].get(HOST_UPDATE, 0.0):.2f} s of a step)."
         )
     if plan["kept_on_host_bytes"]:
         yield f"The policy keeps at most {gib(plan['kept_on_host_bytes'])} GiB in host memory."

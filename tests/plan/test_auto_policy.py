@@ -10,7 +10,6 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.plan.auto_policy import Plan, choose_policy, fitted, with_chosen_policy
 from megatron_lite.plan.hardware import load_hardware, machine_for_policy, machine_of_gpu
-from megatron_lite.plan.step_time import step_time
 from tests.plan.runs import H100, preset_run, small_run
 from tests.support.changes import with_settings
 from tests.support.commands import parsed_line
@@ -22,11 +21,10 @@ def peak_of(config, num_ranks):
     return Plan(config, H100, num_ranks).peak.num_bytes
 
 
-def budgets(config, num_ranks, count):
+def budgets(run):
     """Budgets between the peak of full recomputation and that of none."""
-    low = peak_of(with_settings(config, recompute_policy="*:full"), num_ranks)
-    high = peak_of(config, num_ranks)
-    return [low + (high - low) * number // count for number in range(1, count + 1)]
+    low, high = run.with_policy("*:full").peak.num_bytes, run.peak.num_bytes
+    return [low + (high - low) * number // 4 for number in range(1, 5)]
 
 
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -60,8 +58,8 @@ def test_no_policy_of_regions_or_units_by_layer_is_faster(parallel, micro, actio
     """Every assignment of four actions to the layers is tried, in any order and on both ranks."""
     config = small_run(layers=4 if parallel else 3, parallel=parallel, micro=micro, **model)
     num_ranks = parallel.get("pipeline_model_parallel_size", 1)
-    layers = config.model.num_layers // num_ranks
-    tried = []
+    run, layers = Plan(config, H100, num_ranks), config.model.num_layers // num_ranks
+    measured = []
     for stage_actions in itertools.product(
         itertools.product(actions, repeat=layers), repeat=num_ranks
     ):
@@ -70,18 +68,14 @@ def test_no_policy_of_regions_or_units_by_layer_is_faster(parallel, micro, actio
             for stage, own in enumerate(stage_actions)
             for layer, action in enumerate(own)
         )
-        tried.append(with_settings(config, recompute_policy=text))
-    measured = [
-        (peak_of(policy, num_ranks), step_time(policy, H100, num_ranks).seconds) for policy in tried
-    ]
-    for budget in budgets(config, num_ranks, 4):
-        chosen = with_settings(
-            config, recompute_policy=choose_policy(config, H100, budget, num_ranks)
-        )
-        assert peak_of(chosen, num_ranks) <= budget
+        one = run.with_policy(text)
+        measured.append((one.peak.num_bytes, one.time.seconds))
+    for budget in budgets(run):
+        chosen = run.with_policy(choose_policy(config, H100, budget, num_ranks))
+        assert chosen.peak.num_bytes <= budget
         fastest = min(seconds for held, seconds in measured if held <= budget)
         # The space beside the activations is an estimate, so the choice may miss a mix by a hair.
-        assert step_time(chosen, H100, num_ranks).seconds <= fastest * 1.05
+        assert chosen.time.seconds <= fastest * 1.05
 
 
 def test_host_memory_is_used_only_where_it_is_allowed():

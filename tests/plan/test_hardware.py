@@ -96,11 +96,8 @@ def test_one_tile_more_than_a_round_costs_a_second_round():
 def test_a_larger_matmul_never_takes_less_time(m, n, k):
     for machine in (A100, replace(ideal(), bf16=replace(A100.bf16, half_dimension=64.0))):
         one = Matmul("x", m, n, k)
-        for larger in (
-            with_fields(one, m=m + 7),
-            with_fields(one, n=n + 7),
-            with_fields(one, k=k + 7),
-        ):
+        for dim in "mnk":
+            larger = with_fields(one, **{dim: getattr(one, dim) + 7})
             assert machine.matmul_seconds(larger, 2) >= machine.matmul_seconds(one, 2) * (1 - 1e-9)
 
 

@@ -85,7 +85,7 @@ def test_on_an_ideal_machine_a_step_takes_its_PolicyFlops(policy, tp, backend):
     machine = ideal() if backend == "unfused" else HALF
     time = step_time(config, machine, 8)
     assert time.seconds == pytest.approx(flops_of(config, policy) / 8 / 1e12, rel=1e-6)
-    matmuls = (FORWARD_MATMULS, BACKWARD_MATMULS, REPLAYED_MATMULS)
+    matmuls = FORWARD_MATMULS, BACKWARD_MATMULS, REPLAYED_MATMULS
     assert sum(time.terms.get(term, 0.0) for term in matmuls) == pytest.approx(time.seconds)
 
 
@@ -110,12 +110,12 @@ def test_collectives_that_nothing_hides_take_the_time_of_those_that_are_issued(
         plan_stage(config.recompute, LAYERS, 0), Sizes.of(config, device="cuda")
     )
     issued = [*traffic.forward, *traffic.backward, *traffic.replay]
-    assert issued
     expected = 64 * sum(machine.collective_seconds(one, Group(8)) for one in issued)
-    assert step_time(config, machine, 8).terms[TENSOR_PARALLEL] == pytest.approx(expected)
-    beside = replace(machine, shares_cores=False)
-    hidden = step_time(config, beside, 8).terms[TENSOR_PARALLEL]
-    assert 0.3 * expected < hidden < expected
+    found, hidden = (
+        step_time(config, one, 8).terms[TENSOR_PARALLEL]
+        for one in (machine, replace(machine, shares_cores=False))
+    )
+    assert found == pytest.approx(expected) and 0.3 * expected < hidden < expected
 
 
 @pytest.mark.parametrize("layout", [dict(), TP8, PP4])
@@ -195,21 +195,20 @@ def test_fsdp2_gathers_for_every_micro_batch_and_twice_if_weights_are_freed():
 
     assert gathers(torch_fsdp2_reshard_after_forward=False) < gathers()
     assert gathers(micro=2) < gathers()
-    free = step_time(run(use_torch_fsdp2=True), A100, 1)
-    assert FSDP not in free.terms
+    assert FSDP not in step_time(run(use_torch_fsdp2=True), A100, 1).terms
 
 
 def test_copies_to_the_host_are_hidden_where_the_bandwidth_is_high_enough():
-    config = run(recompute_policy="*:none@host")
-    slow = step_time(config, replace(A100, host_bandwidth=1e9), 8)
-    fast = step_time(config, replace(A100, host_bandwidth=1e12), 8)
+    def time(bandwidth, policy="*:none@host", **changes):
+        machine = replace(A100, host_bandwidth=bandwidth, **changes)
+        return step_time(run(recompute_policy=policy), machine, 8)
+
+    slow, fast = time(1e9), time(1e12)
     assert fast.seconds >= seconds(run()) and slow.seconds > 2 * fast.seconds
     assert fast.terms[HOST_COPIES] < 0.01 * fast.seconds < slow.terms[HOST_COPIES]
     # Recomputation leaves only the inputs of layers to copy.
-    less = step_time(run(recompute_policy="*:full@host"), replace(A100, host_bandwidth=1e9), 8)
-    assert less.terms[HOST_COPIES] < 0.2 * slow.terms[HOST_COPIES]
-    shared = replace(A100, host_bandwidth=1e12, shares_cores=True)
-    assert step_time(config, shared, 8).terms[HOST_COPIES] > fast.terms[HOST_COPIES]
+    assert time(1e9, "*:full@host").terms[HOST_COPIES] < 0.2 * slow.terms[HOST_COPIES]
+    assert time(1e12, shares_cores=True).terms[HOST_COPIES] > fast.terms[HOST_COPIES]
 
 
 def test_an_optimizer_on_the_host_takes_its_arithmetic_and_the_copies_that_nothing_hides():

@@ -216,6 +216,16 @@ def test_a_memory_limit_is_the_memory_of_a_plan():
     assert "--memory-limit 4GiB is the memory that a plan may take" in printed(arguments)
 
 
+def test_an_update_on_the_host_may_take_no_time(tmp_path):
+    file = tmp_path / "fast.json"
+    file.write_text('{"like": "h100-80gb", "host_memory_bandwidth": 1e24, "host_bandwidth": 1e24}')
+    flags = (
+        "--model gpt2 --gpus 1 --micro-batch-size 1 --optimizer-cpu-offload "
+        "--use-distributed-optimizer --use-precision-aware-optimizer --machine"
+    )
+    assert "in host memory" in printed([*flags.split(), str(file)])
+
+
 def test_the_policy_auto_is_what_the_planner_searches():
     arguments = [*SMALL, "--gpus", "1", "--memory-budget", "5GiB", "--micro-batch-size=8"]
     own = verdict_of(arguments)
