@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpointing.step_files import MOST_ITERATIONS
-from megatron_lite.config.checks import InputError, Values, parse_object
+from megatron_lite.config.checks import InputError, Values, input_faults, parse_object
 from megatron_lite.config.input_file import crafted, input_size, open_input, read_input
 from megatron_lite.config.run_flags import Parser
 from megatron_lite.config.units import GIB
@@ -322,7 +322,7 @@ def _add_flags(parser: Parser) -> None:
         nargs=2,
         metavar=("MACHINE", "FILE.json"),
         help="also write the machine MACHINE to FILE.json with what this run says about its times, "
-        "for `plan --machine FILE.json`; if it exists, the run must have had --machine FILE.json",
+        "for `plan --machine FILE.json`; if it exists, its figures are kept",
     )
 
 
@@ -362,27 +362,28 @@ def _calibrate(run: RunRecord, machine: str, file: str) -> None:
     Raises InputError if the run's time was not predicted.
     """
     check_ending("--calibration", file, ".json")
-    measured, predicted = (run.summary.get(f"step_ms_{one}") for one in ("measured", "predicted"))
-    if not measured or not predicted:
+    facts = {"step_ms_measured": 0.0, "step_ms_predicted": 0.0, "pace": 1.0, "num_ranks": 1.0}
+    measured, predicted, pace, ranks = ({**facts, **run.summary}[name] for name in facts)
+    if min(measured, predicted) <= 0.0:
         raise InputError(
             f"--calibration {file}: the run {run.name} has no predicted and measured step time: "
             "train it with --machine, and at least 3 steps"
         )
-    exists = os.path.exists(file)
-    known = load_hardware(file if exists else machine)
-    # The run was predicted with the machine of its flags, which may be the file itself.
-    pace = (known.pace if exists else 1.0) * measured / predicted
+    known = load_hardware(file if os.path.exists(file) else machine)
+    pace *= measured / predicted  # before, it is that of the machine of the run's flags
     band = LEAST_BAND if known.pace == 1.0 else max(LEAST_BAND, abs(pace / known.pace - 1.0))
-    several = band if run.summary.get("num_ranks", 1) > 1 else max(band, known.band_of_several)
-    found = dataclasses.replace(
-        known,
-        pace=pace,
-        band=band,
-        band_of_several=several,
-        sources={**known.sources, "pace, band": f"the run {run.name}"},
-    )
+    band = known.band if pace == known.pace else band  # the file has this run already
+    several = band if ranks > 1 else max(band, known.band_of_several)
+    with input_faults(f"--calibration {file}: by the run {run.name}, ", "; give another run"):
+        found = dataclasses.replace(
+            known,
+            pace=pace,
+            band=band,
+            band_of_several=several,
+            sources={**known.sources, "pace, band": f"the run {run.name}"},
+        )
     save_hardware(found, file)
-    print(f"{file}: a step takes {pace:.3f} of what {machine} predicts, +-{band:.0%}")
+    print(f"{file}: a step takes {pace:.3f} of what {machine} predicts with pace 1, +-{band:.0%}")
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def summary_of(trainer: Trainer) -> dict[str, Any]:
     peak_bytes_*: the peak of a step on the rank that holds most, and what the allocator of a GPU
         reserved.
     step_ms_*: the time of a step; the measured one is the median of the steps after the second.
-    machine: the name of the machine for which the time was predicted.
+    machine, pace: the name and the pace of the machine for which the time was predicted.
     num_ranks: the ranks of the run.
     """
     config, parallel, peak = trainer.config, trainer.parallel, trainer.peak
@@ -150,6 +150,7 @@ def summary_of(trainer: Trainer) -> dict[str, Any]:
         step_ms_predicted=predicted,
         step_ms_measured=1000.0 * statistics.median(later) if later else None,
         machine=None if machine is None else machine.name,
+        pace=None if machine is None else machine.pace,
         num_ranks=parallel.world_size,
     )
 

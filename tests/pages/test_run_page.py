@@ -200,9 +200,12 @@ def test_no_figure_of_a_file_ends_in_a_traceback(tmp_path, name, content):
 
 def test_a_run_corrects_the_machine_that_predicted_it(tmp_path):
     metrics, here = write_rows(tmp_path / "metrics.jsonl", [row(1)]), str(tmp_path / "here.json")
-    for ranks, expected in ((1, (1.1, 0.05, 0.3)), (8, (1.21, 0.1, 0.1))):
-        times = dict(step_ms_predicted=10.0, step_ms_measured=11.0, num_ranks=ranks)
+    arguments, again = [str(tmp_path), "--calibration", "h100-80gb", here], (8, 1.1, 1.21, 0.1, 0.1)
+    for ranks, pace, *expected in ((1, 1.0, 1.1, 0.05, 0.3), again, again):
+        times = dict(step_ms_predicted=10.0, step_ms_measured=11.0, num_ranks=ranks, pace=pace)
         Path(f"{metrics}.summary.json").write_text(json.dumps(times))
-        assert report.main([str(tmp_path), "--calibration", "h100-80gb", here]) == 0
+        assert report.main(arguments) == 0
         found = load_hardware(here)
-        assert (found.pace, found.band, found.band_of_several) == pytest.approx(expected)
+        assert [found.pace, found.band, found.band_of_several] == pytest.approx(expected)
+    Path(f"{metrics}.summary.json").write_text(json.dumps(times | {"pace": -1.0}))
+    assert "pace must be in" in fault_of(report.main, arguments)

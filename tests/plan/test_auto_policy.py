@@ -158,9 +158,9 @@ def test_the_chosen_policy_fits_the_budget(share):
 
 def test_without_a_budget_the_memory_of_the_device_counts_less_a_reserve():
     config = config_of("--recompute-policy auto")
-    least = own_peak(config_of()) + 2**30
+    least = own_peak(config_of()) + GIB
     chosen, _ = with_chosen_policy(config, CPU, 1, device_bytes=least)
-    assert own_peak(chosen) <= least - 2**30 - 0.03 * least
+    assert own_peak(chosen) <= least - GIB - 0.03 * least
     named = config_of(f"--recompute-policy auto --memory-budget {least}B")
     _, notice = with_chosen_policy(named, H100, 1, device_bytes=least)
     assert "a reserve of the GPU stays free" in notice
