@@ -57,12 +57,15 @@ def notices(
     about: "settings": those that follow from the configuration alone, with those of "recompute".
         "recompute": those about recomputation, which the report of --explain-recompute has too.
         "placement": those that depend on the device and on the number of ranks.
-        "log": those that only the log has: kernels, checks that have nothing to compare, defaults.
+        "formats": those about what 16 bits lose over a step or a run.
+        "log": the latter, and those that only the log has: kernels, checks that have nothing to
+            compare, defaults.
     given: the fields that the command line sets, for "settings".
     dp_size: the number of data-parallel ranks, for "recompute". More of them have fewer
         micro-batches each.
-    device, world_size, here: "cpu" or "cuda", the number of ranks and the machine, for "placement"
-        and "log". Raises ValueError if the number is not a multiple of the ranks of one model.
+    device, world_size, here: "cpu" or "cuda", the number of ranks and the machine, for all but
+        "settings" and "recompute". Raises ValueError if the number is not a multiple of the ranks
+        of one model.
     """
     if about == "settings":
         return [*_unread(config, given), *_of_run(config), *_of_recompute(config)]
@@ -73,7 +76,10 @@ def notices(
     is_alone = parallel.data_parallel_size(world_size) * parallel.context_parallel_size == 1
     if about == "placement":
         return list(_of_placement(config, device, is_alone))
-    return list(_of_log(config, device, world_size, is_alone, here))
+    formats = list(_of_formats(config, world_size))
+    if about == "formats":
+        return formats
+    return formats + list(_of_log(config, device, world_size, is_alone, here))
 
 
 def _unread(config: RunConfig, given: Collection[str]) -> Iterator[str]:
@@ -112,13 +118,6 @@ def _of_run(config: RunConfig) -> Iterator[str]:
         yield (
             "GELU has its tanh form; Megatron computes the exact one if the linear layers have no "
             "bias: --no-bias-gelu-fusion"
-        )
-    optimizer = config.optimizer
-    if optimizer.exp_avg_sq_dtype == "bf16" and 1.0 - optimizer.adam_beta2 <= LOST_IN_BF16:
-        yield (
-            f"--exp-avg-sq-dtype bf16 with --adam-beta2 {optimizer.adam_beta2}: bfloat16 rounds a "
-            "decay of 1/256 and less away, so the mean square never falls: give fp16, or a "
-            "--adam-beta2 below 0.996"
         )
     if model.attn_logit_softcapping and model.attention_backend != "unfused":
         yield "--attn-logit-softcapping: attention builds its scores, as no flash kernel caps them"
@@ -234,6 +233,24 @@ def _of_regions(config: RunConfig, actions: list[LayerAction], modules: list[str
         yield f"--recompute-modules {region} adds nothing to {parent}, which it is a part of"
 
 
+def _of_formats(config: RunConfig, world_size: int) -> Iterator[str]:
+    optimizer = config.optimizer
+    if optimizer.exp_avg_sq_dtype == "bf16" and 1.0 - optimizer.adam_beta2 <= LOST_IN_BF16:
+        yield (
+            f"--exp-avg-sq-dtype bf16 with --adam-beta2 {optimizer.adam_beta2}: bfloat16 rounds a "
+            "decay of 1/256 and less away, so the mean square never falls: give fp16, or a "
+            "--adam-beta2 below 0.996"
+        )
+    schedule = config.batch_schedule(config.parallel.data_parallel_size(world_size))
+    number = schedule.num_microbatches(schedule.full)
+    if optimizer.main_grads_dtype == "bf16" and number * LOST_IN_BF16 >= 1.0:
+        yield (
+            f"--main-grads-dtype bf16 adds {number} micro-batches a step, and a sum in bfloat16 "
+            "loses what is below 1/256 of it, so that gradients shrink: make micro-batches "
+            "larger, or give fp32"
+        )
+
+
 def _of_placement(config: RunConfig, device: str, is_alone: bool) -> Iterator[str]:
     model, profiling = config.model, config.profiling
     modules = {region for rule in config.recompute.policy.rules for region in rule.action.regions}
@@ -289,14 +306,6 @@ def _of_log(
     config: RunConfig, device: str, world_size: int, is_alone: bool, here: Here
 ) -> Iterator[str]:
     training, precision = config.training, config.training.precision
-    schedule = config.batch_schedule(config.parallel.data_parallel_size(world_size))
-    number = schedule.num_microbatches(schedule.full)
-    if config.optimizer.main_grads_dtype == "bf16" and number * LOST_IN_BF16 >= 1.0:
-        yield (
-            f"--main-grads-dtype bf16 adds {number} micro-batches a step, and a sum in bfloat16 "
-            "loses what is below 1/256 of it, so that gradients shrink: make micro-batches "
-            "larger, or give fp32"
-        )
     if here.torch_lacks:
         yield f"{here.torch_lacks}: what needs them raises an error"
     if config.optimizer.stochastic_rounding:

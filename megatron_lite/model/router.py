@@ -191,7 +191,9 @@ class Router(nn.Module):
                 total = chosen.sum() / config.moe_router_topk
             scores = _balance_scores(logits, config).view(-1, columns, num_experts).sum(0)
             factor = num_experts / (config.moe_router_topk * columns * total * total)
-            if kind == OF_STEP:  # a part of the loss of all ranks, of which the step takes the mean
+            # A part of the loss of all ranks, of which the step takes the mean. Megatron leaves it
+            # at that, so that its coefficient means less the more ranks there are.
+            if kind == OF_STEP:
                 factor = factor * own.dp_size
             loss = (scores * chosen).sum() * factor
             yield _Term(0, loss, coefficient, coefficient / all_coefficients)

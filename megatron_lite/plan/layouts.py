@@ -30,6 +30,7 @@ from .problem import (
     FORMATS,
     INSTANCES,
     LOSS_CHUNK,
+    MEAN_SQUARE,
     MICRO_BATCH,
     OFFLOAD,
     PIPELINE,
@@ -153,6 +154,8 @@ def resorts(problem: Problem) -> Iterator[list[Problem]]:
     if not problem.base.optimizer.is_rounded and problem.fixed.keys().isdisjoint(FORMATS):
         for chosen in (FORMATS[:1], FORMATS):
             more = dict.fromkeys(chosen, "bf16") | dict.fromkeys((AWARE, DATA_PARALLEL[0]), True)
+            if MEAN_SQUARE in more:  # in bfloat16 it never falls (config/notices.py)
+                more[MEAN_SQUARE] = "fp16"
             with suppress(ValueError):  # training would refuse it
                 narrow = problem._replace(base=problem.base.with_fields(more))
                 yield [narrow]

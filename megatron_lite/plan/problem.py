@@ -34,7 +34,8 @@ SEARCHED = frozenset(
 DATA_PARALLEL = ("use_distributed_optimizer", "use_torch_fsdp2")
 OFFLOAD = "optimizer_cpu_offload"
 AWARE = "use_precision_aware_optimizer"
-FORMATS = ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+MEAN_SQUARE = "exp_avg_sq_dtype"
+FORMATS = ("main_grads_dtype", "exp_avg_dtype", MEAN_SQUARE)
 WRAPPING = "fsdp_memory_efficient_wrapping"
 RESHARD = "torch_fsdp2_reshard_after_forward"
 # The recompute settings that the search leaves as they are. Any other one fixes the policy.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import Values, parse_json
 from megatron_lite.config.invocation import shell_lines
+from megatron_lite.config.notices import notices
 from megatron_lite.config.run_flags import flags_of
 from megatron_lite.config.units import GIB
 from megatron_lite.description.sizes import Sizes
@@ -90,6 +91,7 @@ def _plain_plan(plan: Plan, training: Training) -> Values:
     return {
         "command": command(plan),
         "incomplete": incomplete,
+        "notices": notices(config, "formats", world_size=plan.num_ranks),
         "config": parse_json(config.to_json()),
         "layout": _layout(plan),
         "recompute_policy": str(config.recompute.policy),
@@ -224,6 +226,8 @@ def lines(one: Mapping[str, Any]) -> Iterator[str]:
         yield from _around(one, plan, budget)
         yield from ("", "To run plan 1:", shell_lines(plan["command"]))
         yield from _wrapped(f"({plan['incomplete']})" if plan["incomplete"] else "")
+        for text in plan["notices"]:
+            yield from _wrapped(f"note: {text}")
         return
     states = sum(term["bytes"] for term in plan["peak_terms"] if term["name"] in STATES)
     if states > budget:

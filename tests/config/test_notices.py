@@ -67,3 +67,16 @@ def test_a_run_has_notices_of_its_settings_its_placement_and_its_kernels():
     in_log = notices(config, "log", device="cuda", here=here("fp32"))
     assert in_log[0].startswith(HASH)
     assert notices(config, "placement", world_size=2) == []
+
+
+def test_what_16_bits_lose_is_said():
+    rounded = dict(main_grads_dtype="bf16", exp_avg_sq_dtype="bf16")
+    needed = dict(bf16=True, use_distributed_optimizer=True)
+    config = tiny_run(
+        **needed, **rounded, use_precision_aware_optimizer=True, global_batch_size=1024
+    )
+    for ranks, number in ((1, 2), (8, 1)):
+        found = notices(config, "formats", world_size=ranks)
+        assert [text.split()[0] for text in found] == ["--exp-avg-sq-dtype", "--main-grads-dtype"][
+            :number
+        ]

@@ -215,7 +215,7 @@ def test_a_plan_that_fits_changes_results_as_little_as_it_can():
     assert formats(1.6) == (1.0, "bf16", "fp32")
     on_device = dict(states_on_host=0)
     assert formats(5.2, **on_device) == (False, "bf16", "fp32")
-    assert formats(4.0, **on_device) == (False, "bf16", "bf16")
+    assert formats(4.0, **on_device) == (False, "bf16", "fp16")
     assert not formats(4.0, {"main_grads_dtype": "fp32"}, **on_device)
 
 
