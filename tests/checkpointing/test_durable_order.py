@@ -29,8 +29,7 @@ def root(tmp_path, three_steps):
     return shutil.copytree(three_steps, tmp_path / "steps")
 
 
-@pytest.fixture
-def calls(root, saved):
+def calls_of_a_save(root, saved):
     """It sets steps 2 and 3 aside, and deletes step 1 and the old step 2."""
     with recorded() as calls:
         assert saved.start(root, 1, [2], save_keep_last=1) == 1
@@ -67,7 +66,8 @@ def pointed(calls, root):
     return index(calls, "rename", lambda call: call.target == str(root / LATEST))
 
 
-def test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name(root, calls):
+def test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name(root, saved):
+    calls = calls_of_a_save(root, saved)
     place = published(calls, root)
     rename = calls[place]
     assert len(rename.times) == 7
@@ -84,15 +84,17 @@ def test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name(
     assert index(calls, "fsync", lambda call: call.path == rename.path, after=last) < place
 
 
-def test_the_name_is_on_the_disk_before_the_pointer_names_it(root, calls):
+def test_the_name_is_on_the_disk_before_the_pointer_names_it(root, saved):
+    calls = calls_of_a_save(root, saved)
     assert index(
         calls, "fsync", lambda call: call.path == str(root), after=published(calls, root)
     ) < pointed(calls, root)
 
 
 def test_nothing_is_deleted_before_the_pointer_nor_set_aside_before_the_name_is_on_the_disk(
-    root, calls
+    root, saved
 ):
+    calls = calls_of_a_save(root, saved)
     durable = {".superseded": published(calls, root), ".deleted": pointed(calls, root)}
     for ending, place in durable.items():
         synced = index(calls, "fsync", lambda call: call.path == str(root), after=place)
@@ -106,7 +108,8 @@ def test_nothing_is_deleted_before_the_pointer_nor_set_aside_before_the_name_is_
         assert gone and min(gone) > synced
 
 
-def test_a_step_has_lost_its_name_on_the_disk_before_its_files_go(root, calls):
+def test_a_step_has_lost_its_name_on_the_disk_before_its_files_go(root, saved):
+    calls = calls_of_a_save(root, saved)
     for step in ("iter_0000001", "iter_0000002.superseded"):
         renamed = index(calls, "rename", lambda call, step=step: call.path == str(root / step))
         target = calls[renamed].target
