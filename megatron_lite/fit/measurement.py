@@ -21,6 +21,7 @@ from statistics import median_low
 from typing import Any
 
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
 from megatron_lite.parallel.weights import bytes_of
 from megatron_lite.recompute.apply import apply_policy_, remove_policy_
@@ -88,6 +89,8 @@ class Measurement:
         self._ranks, device = ranks or Ranks(), next(model.parameters()).device
         on_gpu = device.type == "cuda"
         self._gauge = gauge or (partial(cuda_gauge, device) if on_gpu else cpu_gauge)
+        while isinstance(within := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = within  # of the wrapper of accelerate
         self._full = dict.fromkeys(chain.from_iterable(lists.values()), FULL)
         # A loss may have parameters of its own.
         groups = getattr(optimizer, "param_groups", [])
@@ -103,7 +106,8 @@ class Measurement:
         if optimizer:
             from .update import update_bytes
 
-            self._missing, self._update = update_bytes(model, optimizer, device, self.notes)
+            counted = partial(update_bytes, model, optimizer, device, self.notes)
+            self._missing, self._update = self._ranks.agreed(counted)
         self.terms = {
             "weights and buffers": bytes_of(weights),
             "gradients": bytes_of(each for each in self._parameters if each.requires_grad),
@@ -117,12 +121,7 @@ class Measurement:
                 f"{error}: name the lists of the others with layers_fqn, among {', '.join(lists)}"
             ) from error
         self._notes, self._layers = self._step.sharing, [*self._step.numbers]
-        if all(span.name != BACKWARD for span in spans):
-            raise ValueError(
-                f"the step runs no backward through {', '.join(lists)}: call "
-                "loss.backward() in it, on a loss that depends on trainable parameters, and the "
-                "layers as modules: no hook sees layer.forward(..)"
-            )
+        self._ranks.agreed(partial(_check_backward, spans, lists))
         for name, layers in lists.items():
             if not {*layers} & {*self._layers}:
                 self.notes.append(
@@ -264,7 +263,7 @@ class Measurement:
                 ]
         are_held = bool(self._outlive) and min(self._outlive) > 0
         time = sum(span.nanoseconds for span in spans)
-        told = self._ranks.told((spans[-1].end, time, are_held, options))
+        told = self._ranks.told((spans[-1].end + self._update, time, are_held, options))
         ends, times, held, every = zip(*told, strict=True)
         options = [[*map(_dearest, zip(*same, strict=True))] for same in zip(*every, strict=True)]
         # Most shared tensors are kept by every option.
@@ -275,7 +274,7 @@ class Measurement:
             begin=max(one.peak for one in moments[-1]),
             end=max((one.peak for one in moments[-1] if one.name == AFTER), default=0),
             moments=moments[:-1],
-            update=max(ends) + self._update,
+            update=max(ends),
             nanoseconds=max(times),
             shared={key: self._shared[key] for key in differ},
             are_held=all(held),
@@ -392,6 +391,15 @@ class Measurement:
         options[0] = options[0]._replace(nanoseconds=quickest)
         agreed = map(_dearest, zip(*self._ranks.told(options), strict=True))
         return [option for option in agreed if option.kept < IMPOSSIBLE]
+
+
+def _check_backward(spans: list[Span], lists: Iterable[str]) -> None:
+    if all(span.name != BACKWARD for span in spans):
+        raise ValueError(
+            f"the step runs no backward through {', '.join(lists)}: call "
+            "loss.backward() in it, on a loss that depends on trainable parameters, and the "
+            "layers as modules: no hook sees layer.forward(..)"
+        )
 
 
 def _dearest(same: Sequence[Option]) -> Option:

@@ -112,19 +112,23 @@ def fit_memory_(
 
     Raises ValueError if the budget is too small, or if the model or the step cannot be measured.
     """
-    if budget is not None and not (isinstance(budget, str) and budget.strip()[-1:].isalpha()):
-        raise ValueError(f"budget {budget!r}: give bytes with a unit, such as '20GiB'")
-    limit = None if budget is None else parse_bytes("budget", budget, least=1)
-    if maximize not in (None, "batch") or (maximize and not limit):
-        raise ValueError(f"maximize {maximize!r}: give 'batch' and a budget, or leave it out")
-    check_model(model)
-    lists = layer_lists(model, layers_fqn)
 
-    with all_ranks() as ranks, unchanged(model):
-        measured = partial(Measurement, model, lists, optimizer=optimizer, ranks=ranks)
-        if not maximize or not limit:
-            return fitted(measured(step), limit)
-        return _largest_batch(lambda batch: measured(lambda: step(batch)), limit)
+    def checked() -> tuple[int | None, dict[str, list[nn.Module]]]:
+        if budget is not None and not (isinstance(budget, str) and budget.strip()[-1:].isalpha()):
+            raise ValueError(f"budget {budget!r}: give bytes with a unit, such as '20GiB'")
+        limit = None if budget is None else parse_bytes("budget", budget, least=1)
+        if maximize not in (None, "batch") or (maximize and not limit):
+            raise ValueError(f"maximize {maximize!r}: give 'batch' and a budget, or leave it out")
+        check_model(model)
+        return limit, layer_lists(model, layers_fqn)
+
+    with all_ranks() as ranks:
+        limit, lists = ranks.agreed(checked)
+        with unchanged(model):
+            measured = partial(Measurement, model, lists, optimizer=optimizer, ranks=ranks)
+            if not maximize or not limit:
+                return fitted(measured(step), limit)
+            return _largest_batch(lambda batch: measured(lambda: step(batch)), limit)
 
 
 def check_model(model: nn.Module) -> None:

@@ -5,7 +5,13 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+
+from megatron_lite.recompute.replay import RecomputeMismatch
+
+# Those that other ranks can raise with a text, the narrower ones first.
+KINDS = (RecomputeMismatch, torch.OutOfMemoryError, RuntimeError)
 
 
 class Ranks(NamedTuple):
@@ -26,7 +32,7 @@ class Ranks(NamedTuple):
         try:
             result = run()
         except Exception as error:
-            kind = type(error) if isinstance(error, RuntimeError) else ValueError
+            kind = next((one for one in KINDS if isinstance(error, one)), ValueError)
             with suppress(RuntimeError):  # the others may wait for this rank inside of the step
                 self.told((kind, str(error)))
             raise

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from megatron_lite.parallel.torch_internals import has_values
+from megatron_lite.parallel.torch_internals import has_values, unreduced_gradients
 from megatron_lite.parallel.weights import local_part
 from megatron_lite.recompute.contents import Contents, Part, mapped, sharded, tensors_of
 from megatron_lite.recompute.randomness import drawn_again, global_states
@@ -32,6 +32,10 @@ from .sharing import Sharing
 
 FORWARD_END, BACKWARD_END, MODEL_END = range(4, 7)
 LARGE = 2**26  # bytes of what an object holds, from which on it is not copied
+UNREDUCED = (
+    "FSDP2 holds gradients that it has not reduced over the ranks: begin before the first "
+    "micro-batch, and let the step end with one that syncs (set_requires_gradient_sync)"
+)
 PATIENCE = 5.0  # seconds between two lines that tell which run it is
 COMPILED = (
     "torch.compile is around {}: compiled code has other memory, and layers with a policy run "
@@ -225,6 +229,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     """
     while type(model).__module__.startswith("torch.nn.parallel"):  # DDP counts its iterations
         model = model.module  # type: ignore[assignment]
+    units = sharded(model)
+    if any(map(unreduced_gradients, units)):
+        raise ValueError(UNREDUCED)
     contents, named = Contents(), dict(model.named_parameters())
     if not sharded(model, "FullyShardedDataParallel"):  # FSDP1 exchanges attributes by itself
         contents.add("", model)
@@ -256,6 +263,11 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             exchange({id(each): each() for each in kept.values()})
             held = map(vars, model.modules())
             policies = [(each, each["forward"]) for each in held if "forward" in each]
+    left = [*chain.from_iterable(map(unreduced_gradients, units))]
+    for holder, name in left:
+        setattr(holder, name, None)
+    if left:
+        raise ValueError(UNREDUCED)
     for part in contents.written({}):
         raise ValueError(
             f"the step wrote to the parameter {part.name}, which cannot be undone: leave out of "

@@ -26,6 +26,8 @@ def update_bytes(
     Raises ValueError if it cannot, and there are no states yet.
     """
     is_made = isinstance(optimizer, Optimizer)
+    if is_made and "param_groups" not in vars(optimizer):
+        raise ValueError(f"{type(optimizer).__name__} is a wrapper: give the optimizer inside")
     trained = [each for each in model.parameters() if each.requires_grad]
     groups = optimizer.param_groups if is_made else [{"params": trained}]
     existing = bytes_of(tensors_of(list(optimizer.state.values()))) if is_made else 0

@@ -14,6 +14,7 @@ import operator
 import pkgutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
@@ -102,6 +103,32 @@ set_group_timeout = private("torch.distributed.distributed_c10d._set_pg_timeout"
 default_store = private("torch.distributed.distributed_c10d._get_default_store")
 group_of_name = private("torch.distributed.distributed_c10d._resolve_process_group")
 flattened_mesh = private("torch.distributed.device_mesh.DeviceMesh._flatten")
+
+
+def collectives_so_far() -> list[int]:
+    """Returns how many collectives each group of this process has begun."""
+    found = []
+    is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    for group in world.pg_map if is_there else ():
+        with suppress(RuntimeError):  # some backends do not count
+            found.append(group._get_sequence_number_for_group())
+    return found
+
+
+def unreduced_gradients(unit: Any) -> list[tuple[Any, str]]:
+    """Returns the gradients of an FSDP2 unit whose sum over ranks is still to come: each as an
+    object and its attribute."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    places = [
+        place
+        for each in (group.fsdp_params if group else ())
+        for place in (
+            (each, "unsharded_accumulated_grad"),
+            (getattr(each, "_unsharded_param", None), "grad"),
+        )
+    ]
+    return [(one, name) for one, name in places if getattr(one, name, None) is not None]
+
 
 # Storages and tensors. The address of a storage is the key for it in a dictionary; the version of a
 # tensor is the number of writes to it; the base is what a view is a view of.

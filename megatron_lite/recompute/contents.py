@@ -255,7 +255,7 @@ class Contents:
                     warnings.warn(
                         f"changes behind {MAX_PARTS:,} parts of a layer are not seen", stacklevel=2
                     )
-                if self._room <= 0 or not self._objects:
+                if self._room <= 0 or (owner and not self._objects):
                     return
             if isinstance(value, nn.Module):
                 self._add_modules(name, value, owner)

@@ -37,6 +37,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron_lite.parallel.tensor_hash import read
 from megatron_lite.parallel.torch_internals import (
     PythonNode,
+    collectives_so_far,
     current_backward,
     current_node,
     engine,
@@ -420,6 +421,7 @@ class _Rebuilt:
                     self.has_stopped = True
                     raise _Enough(self._call)
                 if self._tries:
+                    self._collectives = collectives_so_far()
                     self._last = untraced(hash_last)(self._filled, {}, self._weights())
         return (number, detached) if self._witness else detached
 
@@ -449,7 +451,9 @@ class _Rebuilt:
             is_repeated = last[: len(self._last)] == last[len(self._last) :] and all(
                 self._are_computed[max(0, self._expected - MOST_OF_ONE_OPERATOR) : self._expected]
             )
-            guard.stops_early = is_repeated and guard.stops_early is not False
+            # All ranks must run a collective behind the last tensor, or none.
+            is_alone = collectives_so_far() == self._collectives
+            guard.stops_early = is_repeated and is_alone and guard.stops_early is not False
 
 
 class _Enough(BaseException):

@@ -151,7 +151,9 @@ class KeptResults:
                     result.version = (result.version or 0) + 1 if is_view else WRITTEN
 
     def _run_again(self, place: Place, args: Args, kwargs: Kwargs) -> Any:
-        return place[0](*args, **kwargs)
+        # Other ranks need not verify this call, so they would not take part in a collective.
+        is_collective = "c10d" in place[0].namespace
+        return self._reuse(place, args, kwargs) if is_collective else place[0](*args, **kwargs)
 
     def _reuse(self, place: Place, args: Args, kwargs: Kwargs) -> Any:
         kept = self._kept.get(place)
@@ -159,7 +161,7 @@ class KeptResults:
             # The next layer may have written to it: torch.nn.ReLU(inplace=True) after a linear one.
             with suppress(WrittenTo):
                 return tree_map(lambda saved: saved() if callable(saved) else saved, kept)
-        return self._run_again(place, args, kwargs)
+        return place[0](*args, **kwargs)
 
 
 class _Numbering(KeepsResults):

@@ -10,18 +10,22 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
+from megatron_lite.parallel.tensor_hash import quick_hash
 from megatron_lite.parallel.torch_internals import address_of, fills_its_memory
 from megatron_lite.parallel.weights import local_part
 
 from .contents import sharded
 from .saved import Handle, exchanging
 
+# Whether all ranks had the same hidden states, by their shape, for each layer.
+COMPARED = WeakKeyDictionary[nn.Module, dict[Any, bool]]()
 NO_GROUP = (
     "@split needs layers whose weights are divided over tensor-parallel ranks as DTensors: use "
     "torch's parallelize_module or tp_plan of transformers first, or leave @split out"
@@ -57,9 +61,27 @@ def dividing(layer: nn.Module, hidden_states: Tensor) -> Iterator[None]:
     group = tensor_parallel_group(layer)
     if not group:
         raise RuntimeError(NO_GROUP)
-    place = _place(hidden_states)
-    with exchanging(lambda tensor: _part(tensor, group) if _place(tensor) == place else None):
+    place, is_whole = _place(hidden_states), _is_whole(layer, hidden_states, group)
+
+    def exchanged(tensor: Tensor) -> Handle | None:
+        return _part(tensor, group) if is_whole and _place(tensor) == place else None
+
+    with exchanging(exchanged):
         yield
+
+
+def _is_whole(layer: nn.Module, tensor: Tensor, group: ProcessGroup) -> bool:
+    """Tells whether all ranks have this tensor, or each has a part of the sequence of its own.
+
+    The first call of each shape compares them, in an all-gather of a hash, and waits for it.
+    """
+    known = COMPARED.setdefault(layer, {})
+    if not hasattr(tensor, "placements") and all(known.values()) and tensor.shape not in known:
+        own = quick_hash(tensor).view(1)
+        every = own.new_empty(group.size())
+        dist.all_gather_into_tensor(every, own, group=group)
+        known[tensor.shape] = bool((every == own).all())
+    return all(known.values())
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
