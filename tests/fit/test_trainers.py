@@ -228,7 +228,7 @@ def test_accelerate_trains_to_the_same_bits():
                 model,
                 budget,
                 step=lambda: accelerator.backward(model(**batch).loss),
-                optimizer=optimizer.optimizer,
+                optimizer=optimizer,
             )
         torch.manual_seed(3)
         for batch in loader:

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_lite.config import row_blocks
 from megatron_lite.description.sizes import Sizes
@@ -116,6 +117,8 @@ BOUND = 0.05
 
 def check(case):
     """Compares the prediction for each rank with the peak of a real step."""
+    if FSDP in case.flags and not hasattr(FSDPModule, "set_custom_all_gather"):
+        pytest.skip("FSDP2 of this torch holds gradients for longer")
     for row in rows(case):
         assert abs(row.ratio - 1.0) < BOUND, row
 

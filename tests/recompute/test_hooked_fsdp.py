@@ -3,6 +3,7 @@ either order of wrapping."""
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM
 
+from megatron_lite.parallel.torch_internals import collectives_so_far
 from megatron_lite.parallel.weights import local_part
 from megatron_lite.recompute.apply import apply_policy_
 from tests.support.foreign_families import FAMILIES, tokens
@@ -120,9 +122,9 @@ def test_fsdp1_shards_a_model_with_a_policy_to_the_same_bits():
     run_ranks(faults_in_fsdp1, 2)
 
 
-def trained_in_dtensors(world_size, policy):
-    """Trains a model whose layers are split by torch's own DTensors."""
-    torch.manual_seed(3)
+def trained_in_dtensors(world_size, policy, seed=3):
+    """Trains a model whose layers are split by torch's own DTensors. seed: of the rest of it."""
+    torch.manual_seed(seed)
     model, mesh = Model(Block), init_device_mesh("cpu", (world_size,))
     for layer in model.layers:
         layer.dropout.p = 0.0
@@ -139,6 +141,9 @@ def faults_in_dtensors(rank, world_size):
         "*:full@split", "every-2:full@split",
     ):  # fmt: skip
         assert_equal(trained_in_dtensors(world_size, policy), expected)
+    # As with parts of the sequence, ranks have other hidden states.
+    expected = trained_in_dtensors(world_size, "*:none", rank)
+    assert_equal(trained_in_dtensors(world_size, "*:full@split", rank), expected)
     whole = Model(Block)
     for policy, reason in (("*:full@split", "as DTensors"), ("*:full@split+host", "not both")):
         with pytest.raises(ValueError, match=reason):
@@ -148,6 +153,27 @@ def faults_in_dtensors(rank, world_size):
 @pytest.mark.long
 def test_layers_of_dtensors_train_to_the_same_bits():
     run_ranks(faults_in_dtensors, 2)
+
+
+class Sends(Block):
+    """A layer that ends with a collective, of which each rank must run equally many."""
+
+    def forward(self, hidden):
+        result = self.body(hidden)
+        dist.all_reduce(result.detach().clone())
+        return result
+
+
+def collectives(rank, world_size):
+    model = Model(Sends)
+    put(model, "*:full", verify=False)
+    for _ in range(3):
+        model(batches()[0]).backward()
+    return sum(collectives_so_far())
+
+
+def test_a_replay_goes_on_to_a_collective_at_its_end():
+    assert run_ranks(collectives, 2) == [3 * 2 * len(Model(Sends).layers)] * 2
 
 
 def trained_as_divided(rank, world_size, folder, policy):
