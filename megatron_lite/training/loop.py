@@ -419,7 +419,8 @@ class Trainer:
         iteration, log, saver = self.progress.iteration, self.log, self.saver
         if saver is None or iteration == 0:
             return
-        saver.wait()
+        self.exits.pulse.at(f"iteration {iteration} (saving)", limited=False)
+        saver.wait()  # for as long as the disk needs
         if iteration == self._saved_at and saver.failure is None:
             return
         from megatron_lite.checkpointing.state import take_snapshot
@@ -430,7 +431,6 @@ class Trainer:
                 "Lower --lr, and continue from an earlier checkpoint"
             )
         self._compare_replicas()
-        self.exits.pulse.at(f"iteration {iteration} (saving)", limited=False)
         log.line(f"saving checkpoint at iteration {iteration:7d} to {self.config.checkpoint.save}")
         began = time.perf_counter()
         with told_if_slow("saving the checkpoint", log.line):
