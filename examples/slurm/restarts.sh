@@ -12,10 +12,12 @@
 #                          all fail, another start would not help either, and the job ends.
 #   SAVE_SECONDS           so many seconds have the ranks to save when the job's time is over
 #                          (default: 120). It must be less than #SBATCH --signal leaves.
+#   ASK_PAUSES             the seconds between the tries of a scontrol that fails (default: "5 10 20")
 # shellcheck disable=SC2154  # the scripts define root
 
 PATH="${VENV:-$root/.venv}/bin:$PATH"
 MAX_STARTS=${MAX_STARTS:-3}
+ASK_PAUSES=${ASK_PAUSES-5 10 20}
 SAVE_SECONDS=${SAVE_SECONDS:-120}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
@@ -48,19 +50,39 @@ saved_iteration() {
 }
 
 # Counts the starts of this job from the checkpoint of iteration $1, and prints the number of this
-# one. The count is in a file, because Slurm can also requeue a job by itself.
+# one. The count is in a file, because Slurm can also requeue a job by itself. If the count cannot be
+# kept, as on a full disk, this start is the last: without a count the job would start for ever.
 count_start() {
-    local job='' iteration='' starts=0
-    read -r job iteration starts 2>/dev/null <"$SAVE/slurm_starts.txt" || :
+    local job='' iteration='' starts=0 file=$SAVE/slurm_starts.txt
+    read -r job iteration starts 2>/dev/null <"$file" || :
     if [[ $job != "$SLURM_JOB_ID" || $iteration != "$1" ]]; then starts=0; fi
-    echo "$SLURM_JOB_ID $1 $((starts + 1))" >"$SAVE/slurm_starts.txt"
-    echo "$((starts + 1))"
+    starts=$((starts + 1))
+    if ! { echo "$SLURM_JOB_ID $1 $starts" >"$file.tmp" && mv -f "$file.tmp" "$file"; }; then
+        echo "warning: $file cannot be written, so this start counts as the last one" >&2
+        starts=$MAX_STARTS
+    fi
+    echo "$starts"
+}
+
+# Runs scontrol with these words, and again after a pause if it fails: the controller may not answer
+# for a moment.
+ask_slurm() {
+    local pause
+    for pause in 0 $ASK_PAUSES; do
+        sleep "$pause"
+        if scontrol "$@"; then return; fi
+    done
+    echo "error: scontrol $1 failed at every try, so the job is not requeued: submit it again, and" \
+        "it continues from $SAVE" >&2
+    return 1
 }
 
 requeue() {
-    if [[ $(scontrol show job --oneliner "$SLURM_JOB_ID") == *" JobState=RUNNING "* ]]; then
+    local state
+    state=$(ask_slurm show job --oneliner "$SLURM_JOB_ID")
+    if [[ $state == *" JobState=RUNNING "* ]]; then
         echo "requeued: job $SLURM_JOB_ID continues from iteration $(saved_iteration) of $GOAL"
-        scontrol requeue "$SLURM_JOB_ID"
+        ask_slurm requeue "$SLURM_JOB_ID"
     fi  # else the job was cancelled, or Slurm requeues it by itself
 }
 

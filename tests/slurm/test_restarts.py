@@ -13,7 +13,9 @@ from tests.support.commands import ROOT
 from tests.support.limits import HANG_S
 
 STATE = """#!/bin/bash
-if [[ $1 == show ]]; then echo "JobId=7 JobState=$STATE Restarts=0"; else echo "$@" >>"$CALLS"; fi
+if [[ $1 == show && $STATE == DOWN && ! -e $CALLS ]]; then echo asked >>"$CALLS"; exit 1; fi
+if [[ $1 == show ]]; then echo "JobId=7 JobState=${STATE/DOWN/RUNNING} Restarts=0"; exit; fi
+echo "$@" >>"$CALLS"
 """
 
 
@@ -103,6 +105,8 @@ def test_what_fails_each_time_at_the_same_iteration_is_requeued_only_so_often(jo
         in done.stderr
     )
     assert job.outcome("exit 0", MAX_STARTS="1") == (1, [])
+    (job.save / "slurm_starts.txt.tmp").mkdir()  # a count that cannot be kept
+    assert job.outcome("exit 5", SLURM_JOB_ID="9") == (5, [])
 
 
 def test_progress_begins_a_new_count_and_so_does_another_job(job):
@@ -118,6 +122,11 @@ def test_progress_begins_a_new_count_and_so_does_another_job(job):
 @pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED", "PENDING"])
 def test_a_job_that_was_cancelled_stays_so(job, state):
     assert job.outcome("exit 1", state) == (1, [])
+
+
+def test_a_controller_that_fails_is_asked_again(job):
+    assert job.outcome("exit 5", "DOWN", ASK_PAUSES="0") == (5, ["asked", "requeue 7"])
+    assert job.outcome("exit 0", "DOWN", ASK_PAUSES="") == (1, ["asked"])
 
 
 @pytest.mark.parametrize("name", ["USR1", "TERM"])
