@@ -2,8 +2,8 @@
 # When the step ends, it finishes the job, or puts it back into the queue. A requeued job continues
 # from its newest checkpoint.
 #
-#   check_flags FLAGS...   ends the job if the flags are wrong. Else it sets GOAL and SAVE, the
-#                          values of --train-iters and --save.
+#   check_flags FLAGS...   ends the job if the flags are wrong or ask for help. Else it sets GOAL and
+#                          SAVE, the values of --train-iters and --save.
 #   train COMMAND...       runs COMMAND, and does not return
 #
 # Variables:
@@ -25,6 +25,10 @@ export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 check_flags() {
     local config
     config=$(python "$root/pretrain_gpt.py" "$@" --dump-config) || exit 2
+    if [[ $config != \{* ]]; then  # the answer to a flag such as --help
+        echo "$config"
+        exit 0
+    fi
     # A path can hold any byte except zero. So a zero byte ends each value, and every path arrives
     # unchanged.
     {

@@ -170,6 +170,7 @@ def checked(save, *flags, **variables):
     ("flags", "status", "told"),
     [
         ("--train-iters 8", 0, "8\0a b"),
+        ("--help lr", 0, "--lr"),
         ("--num-heads 3", 2, "--num-heads"),
         ("--train-iters 8 --lr -1", 2, "--lr must be at least"),
     ],
