@@ -48,9 +48,9 @@ class Pulse:
     longest: the seconds of the longest limited stretch between two moves.
     clock: returns the seconds of a clock that never goes back.
 
-    A stretch is limited if no later stretch should take much longer. The first iteration, which
-    compiles, and the writing of a checkpoint are not limited. If the batch grows
-    (--rampup-batch-size), an iteration may take longer by the same factor.
+    A stretch is limited if no later stretch should take much longer. The first iteration and the
+    first evaluation, which compile, and the writing of a checkpoint are not limited. If the batch
+    grows (--rampup-batch-size), an iteration may take longer by the same factor.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

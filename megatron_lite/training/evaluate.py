@@ -11,6 +11,7 @@ import torch
 
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.messages import told_if_slow
+from megatron_lite.parallel.state import set_timeout
 
 from .batches import masked_mean, sample_order
 from .iteration_line import Evaluation
@@ -41,15 +42,27 @@ def log_loss(trainer: Trainer, name: str) -> str | None:
         return None
     iteration = trainer.progress.iteration
     where = f"iteration {iteration} ({name} loss)"
+    # The first evaluation compiles kernels of its own. Like the first step, it has no time limit,
+    # and its collectives have the longer one: ranks may compile for unequal times.
+    parallel = trainer.config.parallel
+    limit = parallel.distributed_timeout_seconds_after_init
+    compiles = not trainer.has_evaluated and trainer.config.uses_compiler(
+        trainer.parallel.device.type
+    )
+    trainer.has_evaluated = True
+    if compiles and limit is not None:
+        set_timeout(60.0 * parallel.distributed_timeout_minutes)
 
     def stops() -> str | None:
-        trainer.exits.pulse.at(where)
+        trainer.exits.pulse.at(where, limited=not compiles)
         return trainer.exits.now()
 
     work = f"evaluating the {name} loss over {training.eval_iters} global batches"
     log.detail(f"{work} (--eval-iters)")
     with told_if_slow(work, log.line):
         result = mean_loss(trainer, dataset, where=where, stops=stops)
+    if compiles and limit is not None and trainer.seconds:  # before a step it is not yet in force
+        set_timeout(limit)
     if isinstance(result, str):
         log.line(f"the {name} loss is left unfinished: {result}")
         return result

@@ -70,6 +70,7 @@ class Trainer:
         keep.
     peak: the peak of a step, from the second step on if the run measures it.
     seconds: the times of the steps of this start that are finished.
+    has_evaluated: whether this start has begun an evaluation.
     """
 
     config: RunConfig
@@ -93,6 +94,7 @@ class Trainer:
     kept_bytes: dict[str, Any] = field(default_factory=dict)
     peak: PeakMemory | None = None
     seconds: list[float] = field(default_factory=list)
+    has_evaluated: bool = False
     _num_steps: int = 0  # of this start
     _saved_at: int = -1
     _attended: Tensor | None = None

@@ -113,8 +113,7 @@ def test_progress_begins_a_new_count_and_so_does_another_job(job):
     for iteration in (8, 16):
         job.fails_twice()
         assert job.outcome(f"{job.saved(iteration)}; exit 5") == (5, ["requeue 7"])
-    job.start("exit 5")
-    job.start("exit 5")
+    job.fails_twice()
     done = job.start("exit 5", SLURM_JOB_ID="9")
     assert "start 1 from iteration 16 of 40" in done.stdout and job.called()[-1] == "requeue 9"
 
@@ -125,8 +124,8 @@ def test_a_job_that_was_cancelled_stays_so(job, state):
 
 
 def test_a_controller_that_fails_is_asked_again(job):
-    assert job.outcome("exit 5", "DOWN", ASK_PAUSES="0") == (5, ["asked", "requeue 7"])
-    assert job.outcome("exit 0", "DOWN", ASK_PAUSES="") == (1, ["asked"])
+    assert job.outcome("", "DOWN", ASK_PAUSES="0") == (0, ["asked", "requeue 7"])
+    assert job.outcome("", "DOWN", ASK_PAUSES="") == (1, ["asked"])
 
 
 @pytest.mark.parametrize("name", ["USR1", "TERM"])
