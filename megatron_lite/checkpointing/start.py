@@ -17,7 +17,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +35,10 @@ from .step_files import CONFIG, LATEST, METADATA, STEP_NAME, saved_step, saved_s
 
 MOST_REPORTED = 5
 NAMED = 3  # folders that a message lists
+# A run may delete a step (--save-keep-last) that another wants to read. The steps are then listed
+# again.
+GONE = " is gone"
+MOST_LISTED = 5
 
 
 class Start(NamedTuple):
@@ -83,8 +87,12 @@ def find_start(options: CheckpointConfig, parallel: ParallelState) -> Start:
     if options.load is None:
         return _pretrained(options, parallel) or Start()
     root = Path(options.load)
-    listed = parallel.together("--load", lambda: parallel.rank == 0 and candidates(root))
-    there = Candidates(*parallel.from_rank_0(lambda: listed))
+
+    def listed() -> Candidates:
+        found = parallel.together("--load", lambda: parallel.rank == 0 and candidates(root))
+        return Candidates(*parallel.from_rank_0(lambda: found))
+
+    there = listed()
     if not there.steps:
         if there.fault:
             raise InputError(
@@ -108,7 +116,13 @@ def find_start(options: CheckpointConfig, parallel: ParallelState) -> Start:
         )
         return next(filter(None, parallel.gathered(found)), None)
 
-    step, notices = newest_good_step(root, there, fault_of, fallback=not options.no_load_fallback)
+    step, notices = newest_good_step(
+        root,
+        there,
+        fault_of,
+        fallback=not options.no_load_fallback,
+        again=(listed() for _ in range(MOST_LISTED)),
+    )
     saved = parallel.together("--load", lambda: SavedStep(step))
     return Start(
         saved=saved,
@@ -152,7 +166,8 @@ def find_step(load: str) -> tuple[SavedStep, tuple[str, ...]]:
             f"--load {load}: no checkpoint there ({there.fault or f'no {LATEST}'}): "
             f"{load_advice(load)}"
         )
-    step, notices = newest_good_step(root, there, step_fault, fallback=True)
+    again = (candidates(root) for _ in range(MOST_LISTED))
+    step, notices = newest_good_step(root, there, step_fault, fallback=True, again=again)
     return SavedStep(step), notices
 
 
@@ -234,12 +249,18 @@ def _course_of(newest: int, manifests: Mapping[int, Manifest]) -> list[int]:
 
 
 def newest_good_step(
-    root: Path, there: Candidates, fault_of: Callable[[Path], str | None], *, fallback: bool
+    root: Path,
+    there: Candidates,
+    fault_of: Callable[[Path], str | None],
+    *,
+    fallback: bool,
+    again: Iterable[Candidates] = (),
 ) -> FoundStep:
     """Returns the first candidate without a fault.
 
     fault_of: returns what is wrong with a step, or None.
     fallback: whether to go on to the next candidate after a fault.
+    again: a generator that lists the candidates anew, for a step that is deleted meanwhile.
     Raises InputError if no candidate is good, or if one has a fault and `fallback` is false.
     """
     faults = [there.fault] if there.fault else []
@@ -248,6 +269,8 @@ def newest_good_step(
             break
         step = saved_step(root, number)
         if fault := fault_of(step):
+            if fault.endswith(GONE) and (newer := next(iter(again), None)):
+                return newest_good_step(root, newer, fault_of, fallback=fallback, again=again)
             faults.append(fault)
             continue
         if faults:
@@ -305,8 +328,8 @@ def step_fault(step: Path, *, rank: int = 0, size: int = 1) -> str | None:
                 f"{step / CONFIG}: describes a model of {counted} weights, but the step holds "
                 f"{held}: the checkpoint is damaged"
             )
-    except InputError as error:
-        return str(error)
+    except (InputError, FileNotFoundError) as error:
+        return str(error) if step.is_dir() else f"{step}{GONE}"
     return None
 
 

@@ -194,7 +194,8 @@ def test_a_pointer_of_an_earlier_start_is_followed_only_if_it_was_set_since(root
     os.utime(root / LATEST, ns=(time, time))
     there = candidates(root)
     assert there.fault is None and there.steps == [8, 5, 4, 2]
-    notices = newest_good_step(root, there, step_fault, fallback=False).notices
+    before = there._replace(steps=[9])  # which is deleted meanwhile
+    notices = newest_good_step(root, before, step_fault, fallback=False, again=[there]).notices
     assert "not followed" in notices[0] and "iter_0000008" in notices[0]
     assert saved.start(root, 2, []) == 8
 

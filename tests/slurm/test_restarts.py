@@ -125,7 +125,6 @@ def test_a_job_that_was_cancelled_stays_so(job, state):
 
 def test_a_controller_that_fails_is_asked_again(job):
     assert job.outcome("", "DOWN", ASK_PAUSES="0") == (0, ["asked", "requeue 7"])
-    assert job.outcome("", "DOWN", ASK_PAUSES="") == (1, ["asked"])
 
 
 @pytest.mark.parametrize("name", ["USR1", "TERM"])
