@@ -33,6 +33,7 @@ from .metadata import MOST_STARTS, Manifest
 
 LOCK = "lock.json"
 WITHOUT_NAME = "none"  # torchrun's id of a job that the user gave no id
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 # Errors by which a file system refuses locks.
 NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
 FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
@@ -47,7 +48,8 @@ class Holder:
     """The process that holds the lock.
 
     job: Slurm's id of the job, or torchrun's id, or the token if there is neither.
-    run: torchrun's id; "" without one.
+    run: torchrun's id, and the address of its store, by which two torchruns with one id differ; ""
+        without an id.
     requeues: how often Slurm has started the job again.
     restarts: how often torchrun has started the processes again since torchrun itself started.
     host, pid: the machine and the number of the process.
@@ -71,16 +73,20 @@ class Holder:
         Without an id from either, the job's id is the random token, which no other job has.
         """
         token, run = secrets.token_hex(6), os.environ.get("TORCHELASTIC_RUN_ID", "")
-        run = "" if run == WITHOUT_NAME else run
+        run, host = "" if run == WITHOUT_NAME else run, socket.gethostname()
+        # torchrun keeps its store at one address while it starts the processes again. A loopback
+        # address may be that of another torchrun on another host.
+        address, port = (os.environ.get(f"MASTER_{what}", "") for what in ("ADDR", "PORT"))
+        address = host if address in LOOPBACK else address
         names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
         counts = (os.environ.get(name, "") for name in names)
         requeues, restarts = (int(count) if count.isdecimal() else 0 for count in counts)
         return cls(
             job=os.environ.get("SLURM_JOB_ID") or run or token,
-            run=run,
+            run=run and f"{run} {address}:{port}",
             requeues=requeues,
             restarts=restarts,
-            host=socket.gethostname(),
+            host=host,
             pid=os.getpid(),
             token=token,
         )

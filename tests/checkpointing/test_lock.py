@@ -93,9 +93,12 @@ def test_a_lock_file_that_was_removed_comes_back(tmp_path):
         ({"SLURM_JOB_ID": "11", "SLURM_RESTART_COUNT": "2"}, ("11", "", 2, 0)),
         (
             {"SLURM_JOB_ID": "11", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "3"},
-            ("11", "x", 0, 3),
+            ("11", "x :", 0, 3),
         ),
-        ({"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "1"}, ("abc", "abc", 0, 1)),
+        (
+            {"TORCHELASTIC_RUN_ID": "abc", "MASTER_ADDR": "a", "MASTER_PORT": "5"},
+            ("abc", "abc a:5", 0, 0),
+        ),
     ],
 )
 def test_the_launcher_says_which_job_and_which_start(environ, expected, monkeypatch):
