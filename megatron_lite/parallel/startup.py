@@ -7,21 +7,21 @@ fault becomes one error, within a bounded time.
                    client repeats a failing attempt for the whole timeout, with a page of warnings
                    each time, and waits without a limit for a program that never answers. The name
                    and the port are therefore tried first, and the client has a time limit.
-    check_start    Each rank writes its place and its settings into the store. Rank 0 reads all of
-                   them and writes its verdict there. No collective is issued, since the ranks may
-                   disagree on the groups.
+    check_start    Each rank draws a ticket, and rank 0 answers it with the number of the meeting: a
+                   store that outlives its ranks has the keys of those before. Each rank writes its
+                   place and its settings there. Rank 0 reads all of them and writes its verdict. No
+                   collective is issued, since the ranks may disagree on the groups.
 """
 
 import concurrent.futures
 import hashlib
 import ipaddress
-import itertools
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -43,7 +43,7 @@ HANDSHAKE_S = 60.0  # limit for an answer after a connection was accepted
 NOTICE_EVERY_S = 30.0
 PAUSE_S = 0.2  # between two attempts
 READERS_HAVE_S = 2.0  # the other ranks need so long to read a verdict at most
-VERDICT = "verdict"
+TICKETS, VERDICT = "tickets", "verdict"
 VALUES_SHOWN = 8
 
 Result = TypeVar("Result")
@@ -67,9 +67,8 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
     return result.result(timeout=seconds)
 
 
-# The stores of this process, and the numbers of the runs that met there: the first run's store goes
-# on holding its port.
-MET = dict[Launch, tuple[dist.Store, Iterator[int]]]()
+# The stores of this process: the first run's store goes on holding its port.
+MET = dict[Launch, dist.Store]()
 
 
 def meet(
@@ -77,21 +76,20 @@ def meet(
 ) -> dist.Store:
     """Returns the store of this run, once every rank has arrived there with the same settings."""
     if launch not in MET:
-        MET[launch] = join_store(launch, timeout), itertools.count()
-    store, meetings = MET[launch]
-    # A restarted run must not read the addresses that the run before it left in a shared store, nor
-    # one that this process starts after another.
-    store = dist.PrefixStore(f"attempt{launch.restart_count}.{next(meetings)}", store)
-    start, arrival = dist.PrefixStore("start", store), {**own_place(), "settings": settings}
+        MET[launch] = join_store(launch, timeout)
+    # A rank that an earlier attempt has left behind must not meet those of a later one.
+    store = dist.PrefixStore(f"attempt{launch.restart_count}", MET[launch])
+    arrival = {**own_place(), "settings": settings}
     limit = timeout.total_seconds() + NOTICE_EVERY_S + READERS_HAVE_S + 10.0
     try:  # a request to a store has no time limit of its own
-        within(limit, lambda: check_start(start, launch, arrival, tp_size=tp_size, timeout=timeout))
+        return within(
+            limit, lambda: check_start(store, launch, arrival, tp_size=tp_size, timeout=timeout)
+        )
     except concurrent.futures.TimeoutError as error:
         raise InputError(
             f"the store at {_place(launch)} does not answer any more "
             f"({_limit(timeout)}): see what happened to rank 0's host"
         ) from error
-    return store
 
 
 def join_store(launch: Launch, timeout: timedelta) -> dist.Store:
@@ -221,22 +219,32 @@ def check_start(
     *,
     tp_size: int,
     timeout: timedelta,
-) -> None:
-    """Returns once every rank has arrived with the same settings, at an address others can reach.
+) -> dist.Store:
+    """Returns the part of the store for this run, once every rank has arrived with the same
+    settings, at an address that others can reach.
+
+    torchrun counts no restart when hosts join or leave, and a process may start several runs.
+    Therefore rank 0 gives each meeting a number.
 
     If a check fails, rank 0 raises InputError and the other ranks raise PeerError. The other ranks
     raise InputError if rank 0 does not join in time. Rank 0 prints for which ranks it waits, and
-    warns if tensor-parallel groups span hosts. Each rank writes to the store once and reads it
-    once. Rank 0 reads all that the others have written.
+    warns if tensor-parallel groups span hosts. Rank 0 reads all that the others have written.
 
     arrival: `own_place()` and, as "settings", `settings_of(..)`.
     """
+    tickets = store
+    if launch.rank > 0:
+        number = _from_rank_0(tickets, f"ticket{tickets.add(TICKETS, 1)}", launch, timeout)
+    else:
+        number = str(tickets.add("meetings", 1))
+    store = dist.PrefixStore(f"meeting{number}", tickets)
     store.set(_key(launch.rank), json.dumps(arrival))
     if launch.rank > 0:
-        _await_verdict(store, launch, timeout)
-        return
+        if _from_rank_0(store, VERDICT, launch, timeout):
+            raise PeerError("the start: rank 0 has found a fault, and says which")
+        return store
     try:
-        _await_arrivals(store, launch.world_size, timeout)
+        _await_arrivals(store, tickets, number, launch.world_size, timeout)
         keys = [_key(rank) for rank in range(launch.world_size)]
         arrivals = [parse_json(value) for value in store.multi_get(keys)]
         _check_settings([one["settings"] for one in arrivals])
@@ -258,10 +266,15 @@ def check_start(
             "host"
         )
     store.set(VERDICT, "")
+    return store
 
 
-def _await_arrivals(store: dist.Store, world_size: int, timeout: timedelta) -> None:
+def _await_arrivals(
+    store: dist.Store, tickets: dist.Store, number: str, world_size: int, timeout: timedelta
+) -> None:
+    """Returns once every rank has written its arrival; answers all tickets meanwhile."""
     began, missing = time.monotonic(), list(range(1, world_size))
+    notice_at, answered = NOTICE_EVERY_S, 0
     while missing:
         waited = time.monotonic() - began
         left = timeout.total_seconds() - waited
@@ -270,21 +283,23 @@ def _await_arrivals(store: dist.Store, world_size: int, timeout: timedelta) -> N
                 f"{ranks_text(missing)} of {world_size} have not joined within {_limit(timeout)}: "
                 "see what those processes or their hosts say"
             )
-        if waited >= NOTICE_EVERY_S:
+        if waited >= notice_at:
+            notice_at += NOTICE_EVERY_S
             print_line(f"waiting for {ranks_text(missing)} of {world_size} ({waited:.0f} s)")
+        before, answered = answered, tickets.add(TICKETS, 0)
+        for ticket in range(before, answered):  # also those of ranks that were killed
+            tickets.set(f"ticket{ticket + 1}", number)
         try:
-            store.wait(
-                [_key(rank) for rank in missing], timedelta(seconds=min(left, NOTICE_EVERY_S))
-            )
+            store.wait([_key(rank) for rank in missing], timedelta(seconds=min(left, PAUSE_S)))
             return
         except dist.DistStoreError:  # the wait has timed out
             missing = [rank for rank in missing if not store.check([_key(rank)])]
 
 
-def _await_verdict(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
+def _from_rank_0(store: dist.Store, key: str, launch: Launch, timeout: timedelta) -> str:
     try:  # longer than rank 0 waits: it reports first
-        store.wait([VERDICT], timeout + timedelta(seconds=NOTICE_EVERY_S))
-        verdict = store.get(VERDICT)
+        store.wait([key], timeout + timedelta(seconds=NOTICE_EVERY_S))
+        return store.get(key).decode()
     except dist.DistStoreError as error:
         raise InputError(
             f"rank 0 of {launch.world_size} has not joined within {_limit(timeout)}"
@@ -293,8 +308,6 @@ def _await_verdict(store: dist.Store, launch: Launch, timeout: timedelta) -> Non
         raise PeerError(
             "the start: rank 0, which holds the store, is gone, and says why"
         ) from error
-    if verdict:
-        raise PeerError("the start: rank 0 has found a fault, and says which")
 
 
 def _check_settings(by_rank: Sequence[Mapping[str, str]]) -> None:

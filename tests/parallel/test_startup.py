@@ -70,10 +70,15 @@ def test_a_port_of_another_program_is_named(rank, says, message):
     assert time.monotonic() - began < HANG_S
 
 
-def test_a_process_may_start_several_runs():
-    own = launch(free_port(), rank=0)._replace(world_size=1)
-    stores = [meet(own, {"--lr": rate}, tp_size=1, timeout=LONG) for rate in ("1", "2")]
-    assert len(stores) == 2
+def test_a_run_reads_nothing_of_one_before_it_in_the_same_store():
+    """torchrun counts no restart where hosts join; a process may also start several runs."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own = launch(server.port, rank=0)._replace(world_size=1, agent_owns_store=True)
+    for rate in ("1", "2", "3"):
+        store = meet(own, {"--lr": rate}, tp_size=1, timeout=LONG)
+        assert store.add("an address", 1) == 1
+        if rate == "2":
+            startup.MET.clear()
 
 
 def test_nobody_who_listens_is_named_with_the_flag():
