@@ -7,6 +7,7 @@ fault becomes one error, within a bounded time.
                    client repeats a failing attempt for the whole timeout, with a page of warnings
                    each time, and waits without a limit for a program that never answers. The name
                    and the port are therefore tried first, and the client has a time limit.
+    absent_named   Names the ranks that die after they have met, while the groups are made.
     check_start    Each rank draws a ticket, and rank 0 answers it with the number of the meeting: a
                    store that outlives its ranks has the keys of those before. Each rank writes its
                    place and its settings there. Rank 0 reads all of them and writes its verdict. No
@@ -14,14 +15,16 @@ fault becomes one error, within a bounded time.
 """
 
 import concurrent.futures
+import contextlib
 import hashlib
 import ipaddress
 import json
 import os
+import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -307,6 +310,33 @@ def _from_rank_0(store: dist.Store, key: str, launch: Launch, timeout: timedelta
     except RuntimeError as error:
         raise PeerError(
             "the start: rank 0, which holds the store, is gone, and says why"
+        ) from error
+
+
+@contextlib.contextmanager
+def absent_named(store: dist.Store, launch: Launch, timeout: timedelta) -> Iterator[None]:
+    """Names the ranks that do not come while the others make the process groups in the block.
+
+    The ranks whose wait has timed out write so to the store. Raises InputError if a rank has not.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # of the store, gloo or NCCL
+        if not re.search("timeout|timed out", str(error), re.IGNORECASE):
+            raise
+        try:
+            store.set(f"waited{launch.rank}", "")
+            # Rank 0 may hold the store, so it stays until the others have read.
+            time.sleep(READERS_HAVE_S * (1 if launch.rank else 2))
+            ranks = range(launch.world_size)
+            absent = [rank for rank in ranks if not store.check([f"waited{rank}"])]
+        except RuntimeError:
+            absent = [0]
+        if not absent:
+            raise
+        raise InputError(
+            f"{ranks_text(absent)} of {launch.world_size} met the others, but did not make the "
+            f"process groups within {_limit(timeout)}: see what those processes or their hosts say"
         ) from error
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -205,24 +205,26 @@ def parallel_state(
     device = choose_device(config, launch)
     on_gpu = device.type == "cuda"
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
-    if world_size > 1 and not joined:
-        from .startup import meet, settings_of
-
-        settings = settings_of(run, launch.world_size)
-        tp_size = config.tensor_model_parallel_size
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            store=meet(launch, settings, tp_size=tp_size, timeout=timeout),
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timeout,
-            device_id=device if on_gpu else None,
-        )
-    try:
-        yield _build(config, device, dp_size=dp_size, world_size=world_size, seed=seed)
-    finally:
+    with ExitStack() as leaving, ExitStack() as making:
         if world_size > 1 and not joined:
-            dist.destroy_process_group()
+            from .startup import absent_named, meet, settings_of
+
+            settings = settings_of(run, launch.world_size)
+            tp_size = config.tensor_model_parallel_size
+            store = meet(launch, settings, tp_size=tp_size, timeout=timeout)
+            making.enter_context(absent_named(store, launch, timeout))
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                store=store,
+                rank=launch.rank,
+                world_size=launch.world_size,
+                timeout=timeout,
+                device_id=device if on_gpu else None,
+            )
+            leaving.callback(dist.destroy_process_group)
+        parallel = _build(config, device, dp_size=dp_size, world_size=world_size, seed=seed)
+        making.close()
+        yield parallel
 
 
 def choose_device(config: ParallelConfig, launch: Launch) -> torch.device:

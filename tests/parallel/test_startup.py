@@ -182,6 +182,15 @@ def test_ranks_that_do_not_come_are_named_after_the_timeout_and_before(arrive):
     patiently(check, 0.6)
 
 
+def test_a_rank_that_dies_while_groups_are_made_is_named(monkeypatch):
+    monkeypatch.setattr(startup, "READERS_HAVE_S", 0)
+    with (
+        pytest.raises(InputError, match="rank 1 of 2 met the others, but"),
+        startup.absent_named(dist.HashStore(), launch(1, rank=0), LONG),
+    ):
+        raise RuntimeError("wait timeout")
+
+
 def test_a_name_that_leads_to_the_loopback_is_an_error_on_several_hosts(arrive):
     def place(rank, address):
         return {"host": f"node{rank}", "gloo_address": address}
