@@ -34,6 +34,7 @@ from torch import Tensor
 
 from megatron_lite.config.checks import InputError
 
+from .signals import blocked_for_children
 from .torch_internals import (
     disable_current_modes,
     fake_mode_of,
@@ -187,6 +188,7 @@ def _compiled(function: Function, tensors: Tensors) -> Function:
     # A meter's dispatch mode must not see the tensors of the trace, and the settings of the run
     # (autocast, gradients, hooks on saved tensors) must not change the graph.
     with (
+        blocked_for_children(),
         disable_current_modes(),
         torch.no_grad(),
         torch.autocast(tensors[0].device.type, enabled=False),

@@ -86,6 +86,27 @@ def postponed() -> Iterator[Callable[[], None]]:
     check()
 
 
+@contextlib.contextmanager
+def blocked_for_children() -> Iterator[None]:
+    """Blocks in this thread the signals that this process handles, for the time of the block.
+
+    Processes that the block starts inherit this. torchrun sends SIGTERM to all of them, and would
+    kill the compilers of a run that goes on. The handlers run after the block, or meanwhile if
+    another thread takes the signal.
+    """
+    ours = {
+        number
+        for number in signal.valid_signals()
+        if callable(handler := signal.getsignal(number))
+        and handler is not signal.default_int_handler
+    }
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ours)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def ctrl_c_ends() -> None:
     """Lets Ctrl-C end a program with one line while it imports its modules, without a traceback."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
