@@ -155,8 +155,9 @@ class Watch:
     def end(self, own: Verdict) -> NoReturn:
         """Ends the process by this rank's verdict, or by another rank's that came first.
 
-        Ctrl-C, for example, reaches all ranks.
+        Ctrl-C, for example, reaches all ranks. A second one must not interrupt the end.
         """
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._main_ends = True
         self.leave(own if self._thread is None else self._told(own))
 
@@ -183,6 +184,7 @@ class Watch:
         on_main = threading.current_thread() is threading.main_thread()
         # In the watch thread a flush could wait for a lock that the main thread holds.
         if on_main:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             sys.stdout.flush()
             sys.stderr.flush()
         if verdict.rank == self._rank:
