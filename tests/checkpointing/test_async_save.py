@@ -56,7 +56,7 @@ class Steps:
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize(("layout", "bf16"), itertools.product(CASES, (False, True)))
+@pytest.mark.parametrize("layout, bf16", itertools.product(CASES, (False, True)))
 def test_every_step_has_the_bytes_of_one_saved_in_the_foreground(tmp_path, layout, bf16):
     """Training overwrites the tensors while they are written: each save is held up until the step
     after it has been made."""
@@ -135,7 +135,7 @@ def fail_on_rank_1(rank, world_size, config, held, ended):
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize(("train_iters", "latest"), [(6, 6), (4, 2)])
+@pytest.mark.parametrize("train_iters, latest", [(6, 6), (4, 2)])
 def test_a_failed_save_ends_a_run_only_if_it_is_the_last_one(tmp_path, train_iters, latest):
     """The save of iteration 4 fails, at every try. All ranks go on, or all raise."""
     config = tiny_run(

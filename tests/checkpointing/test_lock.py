@@ -88,7 +88,7 @@ def test_a_lock_file_that_was_removed_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("environ", "expected"),
+    "environ, expected",
     [
         ({"SLURM_JOB_ID": "11", "SLURM_RESTART_COUNT": "2"}, ("11", "", 2, 0)),
         (

@@ -153,7 +153,7 @@ def made(root):
 
 
 @pytest.mark.parametrize(
-    ("load", "answer"),
+    "load, answer",
     [
         ("nowhere", "no such folder: give the folder that --save"),
         ("file", "it is a file: give the folder that --save"),

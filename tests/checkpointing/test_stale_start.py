@@ -115,9 +115,7 @@ def check_held(root, saved, calls, number, later):
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    ("calls", "later"),
-    [(OF_NAMES, [3, 6]), (CALLS, [3, 4, 6]), (CALLS, [5, 6]), (CALLS, [4])],
-    ids=str,
+    "calls, later", [(OF_NAMES, [3, 6]), (CALLS, [3, 4, 6]), (CALLS, [5, 6]), (CALLS, [4])], ids=str
 )
 def test_held_before_any_call_a_stale_start_changes_nothing(
     tmp_path, beginning, saved, calls, later
@@ -200,7 +198,7 @@ def test_a_pointer_of_an_earlier_start_is_followed_only_if_it_was_set_since(root
     assert saved.start(root, 2, []) == 8
 
 
-@pytest.mark.parametrize(("step", "gone"), [(6, ()), (6, (5,)), (9, ())])
+@pytest.mark.parametrize("step, gone", [(6, ()), (6, (5,)), (9, ())])
 def test_a_step_of_an_earlier_start_is_reported_and_not_used(root, saved, step, gone):
     """Whether the pointer is whole or not, and although the newest step is damaged."""
     stale = root / f"iter_{step:07d}"

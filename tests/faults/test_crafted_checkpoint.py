@@ -148,7 +148,7 @@ def test_what_is_no_regular_file_is_not_read(tmp_path, good, load, file, how, kn
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change, message",
     [
         (lambda tensor: tensor.to(torch.int32), "(got I32)"),
         (lambda tensor: tensor[:-1].clone(), "(99, 8) that metadata describes (got (98, 8))"),

@@ -61,7 +61,7 @@ def ends_as(whole, folder):
 
 @pytest.mark.runs(ci=5)
 @pytest.mark.parametrize(
-    ("file", "how"),
+    "file, how",
     [
         (MODEL, "flipped"),
         (RNG, "flipped"),

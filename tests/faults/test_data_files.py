@@ -48,7 +48,7 @@ def _swap(prefix, kind, **other):
 
 @pytest.mark.runs(ci=4)
 @pytest.mark.parametrize(
-    ("damage", "kind", "message"),
+    "damage, kind, message",
     [
         (_truncate, "bin", "data.bin: found 2390 bytes, expected 2400 bytes"),
         (_truncate, "idx", "data.idx: found "),
@@ -67,7 +67,7 @@ def test_a_damaged_pair_ends_every_rank_with_status_2(tmp_path, damage, kind, me
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    "damage, message",
     [
         (partial(_truncate, kind="bin"), "[rank 1] error: data.bin: found 2390 bytes"),
         (partial(_write, first=3), "rank 1 has other data files than rank 0"),  # of the same sizes

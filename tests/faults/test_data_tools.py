@@ -61,7 +61,7 @@ def test_a_full_disk_at_the_index_leaves_the_pair_of_before(tmp_path, capsys):
 
 
 @pytest.mark.runs(ci=3)
-@pytest.mark.parametrize(("workers", "name"), [(2, "SIGTERM"), (1, "SIGINT"), (2, "SIGHUP")])
+@pytest.mark.parametrize("workers, name", [(2, "SIGTERM"), (1, "SIGINT"), (2, "SIGHUP")])
 def test_a_signal_leaves_no_partial_file_and_no_worker(tmp_path, name, workers):
     """The tool dies of the signal, as a shell expects, and says so in one line."""
     with _endless(tmp_path, workers) as tool:

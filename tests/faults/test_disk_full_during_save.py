@@ -95,7 +95,7 @@ CASES = [
 
 
 @pytest.mark.runs(daily=0)
-@pytest.mark.parametrize(("fault", "reasons", "async_save"), CASES)
+@pytest.mark.parametrize("fault, reasons, async_save", CASES)
 def test_a_save_that_the_system_refuses_leaves_all_as_it_was(
     tmp_path, begun, whole, fault, reasons, async_save
 ):

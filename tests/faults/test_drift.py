@@ -69,7 +69,7 @@ CASES = [
 
 
 @pytest.mark.runs(ci=4)
-@pytest.mark.parametrize(("shape", "odd", "name", "state"), CASES)
+@pytest.mark.parametrize("shape, odd, name, state", CASES)
 def test_one_ulp_on_one_rank_is_found_and_named(shape, odd, name, state):
     """Of two copies nobody knows which is right: both are named."""
     config, ranks = run_config(shape, 3, model=dict(attention_dropout=0.0)), SHAPES[shape].ranks

@@ -28,7 +28,7 @@ def _stopped():
 
 @pytest.mark.runs(ci=1)
 @pytest.mark.parametrize(
-    ("layout", "rank", "place", "where"),
+    "layout, rank, place, where",
     [
         (TENSOR, 1, "backward", "iteration 3"),
         (PIPELINE, 1, "step", "iteration 3"),

@@ -85,7 +85,7 @@ CASES = [*product([0], range(7)), *product([1], range(3)), *product([0], range(7
 
 
 @pytest.mark.runs(ci=4)
-@pytest.mark.parametrize(("victim", "number"), CASES)
+@pytest.mark.parametrize("victim, number", CASES)
 def test_a_kill_before_any_change_costs_nothing(tmp_path, damaged, whole, victim, number):
     folder = shutil.copytree(damaged, tmp_path / "steps")
     takes_all, async_save = number % 2 == 0, number // 2 % 2 == 0

@@ -123,7 +123,7 @@ def check_skips_one(shape, config, where, value, at):
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize(("shape", "where", "value", "named"), CASES)
+@pytest.mark.parametrize("shape, where, value, named", CASES)
 def test_what_is_not_finite_on_one_rank_skips_the_update_on_all(
     tmp_path, shape, where, value, named
 ):
@@ -170,7 +170,7 @@ def test_so_many_in_a_row_stop_the_run_with_one_message_and_it_goes_on_from_its_
 
 @pytest.mark.runs(daily=2, ci=4)
 @pytest.mark.parametrize(
-    ("training", "stops_at"),
+    "training, stops_at",
     [
         (dict(), 3),
         (dict(check_for_nan_in_loss_and_grad=False), None),

@@ -140,7 +140,7 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize(("main", "words"), COMMANDS)
+@pytest.mark.parametrize("main, words", COMMANDS)
 def test_in_the_files_of_a_command(tmp_path, mark, main, words):
     file = tmp_path / "tokenizer.json"
     for form in FORMS:

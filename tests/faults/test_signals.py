@@ -55,7 +55,7 @@ def whole(tmp_path_factory):
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    ("rank", "place", "names", "iteration"),
+    "rank, place, names, iteration",
     [
         (1, "evaluation", ["SIGUSR2"], 3),
         (0, "backward", ["SIGUSR1"], 2),
@@ -85,9 +85,7 @@ def test_a_signal_in_training_costs_nothing(tmp_path, whole, rank, place, names,
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize(
-    ("rank", "name", "place"), [(1, "SIGUSR1", "model"), (0, "SIGTERM", "index")]
-)
+@pytest.mark.parametrize("rank, name, place", [(1, "SIGUSR1", "model"), (0, "SIGTERM", "index")])
 def test_before_the_first_iteration_all_stop_at_once(tmp_path, place, rank, name):
     """One rank builds the index while the other waits for it, or both their models: nothing is
     saved, and the next run makes the cache whole."""
@@ -160,7 +158,7 @@ def _interrupted(place, *ranks, iteration=0):
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    ("ranks", "place", "iteration"),
+    "ranks, place, iteration",
     [
         ((0, 1), "forward", 2),
         ((1,), "saving", 4),

@@ -30,7 +30,7 @@ def test_the_slowest_are_named_first_and_no_more_of_them_than_asked_for():
 
 
 @pytest.mark.runs(daily=0, ci=1)
-@pytest.mark.parametrize(("shape", "ranks"), [("tp2", 2), ("dp2", 2), ("fsdp2", 2), ("pp2", 4)])
+@pytest.mark.parametrize("shape, ranks", [("tp2", 2), ("dp2", 2), ("fsdp2", 2), ("pp2", 4)])
 def test_a_rank_that_sleeps_in_its_layers_is_named_and_no_other_is(capfd, shape, ranks):
     """All ranks' steps take equally long: those that wait for it are not named. A step without the
     sleep takes some 10 ms, and several times as long where other work takes the processors: the
