@@ -288,13 +288,14 @@ def _unfused_temporary(of: Sizes, scores: int, softmax: int) -> int:
     whole = ranks * _sent(of)
     exchange = whole + of.gloo_copy(whole) if ranks > 1 else 0
     # Forward holds the scores until it ends, the mask, and what dropout draws. On a CPU dropout
-    # has its mask in the dtype of the scores as well.
+    # has its mask in the dtype of the scores as well, unless it is compiled.
     mask = of.own_seq_length * of.seq_length * of.element_bytes
     if of.resets_attention and of.micro_batch_size > 1:
         mask = scores
     drawn = cast = 0
     if of.model.attention_dropout:
-        drawn, cast = 2 * scores // of.element_bytes, scores * (of.device == "cpu")
+        drawn = 2 * scores // of.element_bytes
+        cast = scores * (of.device == "cpu" and not of.compiled)
     return max(
         scores + mask + drawn + cast,
         repeated + scores + cast,
