@@ -263,9 +263,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             exchange({id(each): each() for each in kept.values()})
             held = map(vars, model.modules())
             policies = [(each, each["forward"]) for each in held if "forward" in each]
-    left = [*chain.from_iterable(map(unreduced_gradients, units))]
-    for holder, name in left:
-        setattr(holder, name, None)
+            left = [*chain.from_iterable(map(unreduced_gradients, units))]
+            for holder, name in left:
+                setattr(holder, name, None)
     if left:
         raise ValueError(UNREDUCED)
     for part in contents.written({}):

@@ -72,11 +72,7 @@ class MemoryBudgetCallback(TrainerCallback):
             trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps
             try:
                 self.fit = fit_memory_(
-                    model,
-                    self._budget,
-                    step=step,
-                    optimizer=getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"]),
-                    **self._settings,
+                    model, self._budget, step=step, optimizer=kwargs["optimizer"], **self._settings
                 )
             except BaseException:
                 if was_on:

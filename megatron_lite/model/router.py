@@ -187,14 +187,13 @@ class Router(nn.Module):
             # mean score. For sequences it is the mean over them.
             columns, num_experts = chosen.shape
             total: Any = len(logits) // columns * num_ranks
+            parts = 1
             if kind == OF_STEP:
-                total = chosen.sum() / config.moe_router_topk
+                # A part of the loss of all ranks, of which the step takes the mean. Megatron leaves
+                # it at that, so that its coefficient means less the more ranks there are.
+                total, parts = chosen.sum() / config.moe_router_topk, own.dp_size
             scores = _balance_scores(logits, config).view(-1, columns, num_experts).sum(0)
-            factor = num_experts / (config.moe_router_topk * columns * total * total)
-            # A part of the loss of all ranks, of which the step takes the mean. Megatron leaves it
-            # at that, so that its coefficient means less the more ranks there are.
-            if kind == OF_STEP:
-                factor = factor * own.dp_size
+            factor = parts * num_experts / (config.moe_router_topk * columns * total * total)
             loss = (scores * chosen).sum() * factor
             yield _Term(0, loss, coefficient, coefficient / all_coefficients)
         if config.moe_z_loss_coeff:  # the mean square of logsumexp (2202.08906, eq. 5)

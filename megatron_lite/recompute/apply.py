@@ -156,6 +156,7 @@ class _Recomputed:
         is_script = isinstance(layer, torch.jit.ScriptModule)
         self._before: Any = layer.forward if is_script else layer.__dict__.get("forward")
         self._written = Written()
+        self._compared: dict[Any, bool] = {}  # see split_inputs.py
         self._is_off, self._is_new = False, True
         self._references = 0
 
@@ -298,7 +299,7 @@ class _Recomputed:
         if self._segment.split:
             from .split_inputs import dividing
 
-            return dividing(layer, given[0])
+            return dividing(layer, given[0], self._compared)
         if not self._segment.on_host or not valued:
             return nullcontext()  # the pool's buffers outlive a mode of fake tensors
         device = given[0].device if given else torch.device("cpu")

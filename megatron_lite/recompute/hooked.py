@@ -385,6 +385,7 @@ class _Rebuilt:
         self._count = 0
         self._filled: list[Tensor] = []  # no parts of parameters
         self._last: list[Tensor] = []
+        self._collectives: list[int] = []  # so many had begun when the last tensor was saved
         self._are_computed: list[bool] = []
         self.values: dict[int, Saved] = {}
         self.tensors: list[Tensor] = []
@@ -452,8 +453,8 @@ class _Rebuilt:
                 self._are_computed[max(0, self._expected - MOST_OF_ONE_OPERATOR) : self._expected]
             )
             # All ranks must run a collective behind the last tensor, or none.
-            is_alone = collectives_so_far() == self._collectives
-            guard.stops_early = is_repeated and is_alone and guard.stops_early is not False
+            is_repeated &= collectives_so_far() == self._collectives
+            guard.stops_early = is_repeated and guard.stops_early is not False
 
 
 class _Enough(BaseException):

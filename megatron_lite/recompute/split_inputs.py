@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,8 +23,6 @@ from megatron_lite.parallel.weights import local_part
 from .contents import sharded
 from .saved import Handle, exchanging
 
-# Whether all ranks had the same hidden states, by their shape, for each layer.
-COMPARED = WeakKeyDictionary[nn.Module, dict[Any, bool]]()
 NO_GROUP = (
     "@split needs layers whose weights are divided over tensor-parallel ranks as DTensors: use "
     "torch's parallelize_module or tp_plan of transformers first, or leave @split out"
@@ -53,15 +50,16 @@ def tensor_parallel_group(layer: nn.Module) -> ProcessGroup | None:
 
 
 @contextmanager
-def dividing(layer: nn.Module, hidden_states: Tensor) -> Iterator[None]:
+def dividing(layer: nn.Module, hidden_states: Tensor, compared: dict[Any, bool]) -> Iterator[None]:
     """Keeps a part of `hidden_states` on each rank, where the block saves them for backward.
 
+    compared: by the shape of hidden states, whether all ranks had the same ones; it adds to it.
     Raises RuntimeError if no weight of the layer is divided.
     """
     group = tensor_parallel_group(layer)
     if not group:
         raise RuntimeError(NO_GROUP)
-    place, is_whole = _place(hidden_states), _is_whole(layer, hidden_states, group)
+    place, is_whole = _place(hidden_states), _is_whole(hidden_states, group, compared)
 
     def exchanged(tensor: Tensor) -> Handle | None:
         return _part(tensor, group) if is_whole and _place(tensor) == place else None
@@ -70,12 +68,11 @@ def dividing(layer: nn.Module, hidden_states: Tensor) -> Iterator[None]:
         yield
 
 
-def _is_whole(layer: nn.Module, tensor: Tensor, group: ProcessGroup) -> bool:
+def _is_whole(tensor: Tensor, group: ProcessGroup, known: dict[Any, bool]) -> bool:
     """Tells whether all ranks have this tensor, or each has a part of the sequence of its own.
 
     The first call of each shape compares them, in an all-gather of a hash, and waits for it.
     """
-    known = COMPARED.setdefault(layer, {})
     if not hasattr(tensor, "placements") and all(known.values()) and tensor.shape not in known:
         own = quick_hash(tensor).view(1)
         every = own.new_empty(group.size())
