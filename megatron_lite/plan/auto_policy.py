@@ -18,6 +18,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from operator import itemgetter
 from typing import NamedTuple
 
 from megatron_lite.config.checks import InputError, input_faults
@@ -34,6 +35,7 @@ from megatron_lite.recompute.recompute_plan import keep_everything
 from .hardware import Group, Hardware
 from .policies import (
     KEEP,
+    Alike,
     LayerChoice,
     StageMix,
     best_mix,
@@ -50,6 +52,7 @@ ROUNDS = 6  # corrections of the space; two are usual
 # for pieces.
 RESERVE_BYTES, RESERVE_SHARE = 2**30, 0.03
 HOST_STEPS = 8  # numbers of layers with a hosted action that are tried
+WORTH = 0.002  # of a step: smaller gains of a single layer are not looked for
 UNIT_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 SHORT_WAIT = 0.01  # of a step for the host: longer units would hardly save more
 
@@ -155,7 +158,7 @@ def fitted(run: Plan, budget_bytes: int, *, or_smallest: bool = True) -> Plan:
         return whole
     search = RankMixes(run)
     spaces = search.spaces(search.least(), budget_bytes)
-    best, tried, plans = None, [], list[Plan]()
+    best, chosen, tried, plans = None, list[StageMix](), [], list[Plan]()
     low = high = None  # the largest spaces that are known to fit, and the smallest that do not
     for _ in range(ROUNDS):
         mixes = search.mixes(spaces)
@@ -166,7 +169,7 @@ def fitted(run: Plan, budget_bytes: int, *, or_smallest: bool = True) -> Plan:
         lacks = found.peak.num_bytes - budget_bytes
         corrected = search.spaces(mixes, budget_bytes)
         if lacks <= 0:
-            best, low = found, spaces
+            best, low, chosen = found, spaces, mixes
         else:
             high = spaces
         if low and high:
@@ -176,8 +179,10 @@ def fitted(run: Plan, budget_bytes: int, *, or_smallest: bool = True) -> Plan:
             spaces = {rank: nearer(space, corrected[rank]) for rank, space in spaces.items()}
             if high and found.peak.rank not in spaces:  # the correction has not seen this rank
                 spaces[search.alike[found.peak.rank]] -= lacks
-    if best and not _may_be_slower_than_units(best):
-        return best
+    if best:
+        plans.append(best := search.climbed(best, chosen, budget_bytes))
+        if not _may_be_slower_than_units(best):
+            return best
     units = search.units()
     if not or_smallest:  # longer units keep less, and rebuild more at a time
         units = itertools.takewhile(
@@ -207,21 +212,19 @@ def least_replays(run: Plan, budget_bytes: int) -> list[float] | None:
     """Returns a lower bound of the seconds of the replays of a micro-batch by pipeline rank, or
     None if no policy fits: only states and activations are counted."""
     search, fsdp = RankMixes(run), run.config.data_parallel.use_torch_fsdp2
-    found, alike = [], layers_of(run.config)
-    usual = max(alike, key=alike.count)
+    found = []
     for rank in range(search.size):
         states = run.states(search.alike[rank])
         # Under FSDP2 no gradients exist before the first backward.
         space = budget_bytes - states.total + (states.gradients if fsdp else 0)
-        # The choices are those of the most frequent kind of layer: others may cost less.
-        layers = min(
-            alike[one.first_layer :][: one.num_layers].count(usual)
+        bounds = [
+            least_seconds(search.runs(one, host=True), search.in_flight(rank), space)
             for one in search.stages[rank :: search.size]
-        )
-        bound = least_seconds(search.choices, layers, search.in_flight(rank), space)
-        if bound is None:
+        ]
+        if not any(bounds):
             return None
-        found.append(bound.seconds * len(search.stages) / search.size)
+        least = min(bound.seconds for bound in bounds if bound)
+        found.append(least * len(search.stages) / search.size)
     return found
 
 
@@ -274,8 +277,11 @@ class RankMixes:
             for rank in range(self.size)
         ]
         self.clock = Clock.of(config, run.hardware)
-        self.choices = layer_choices(config, self.clock, host=run.host_bytes > 0)
-        self.on_device = tuple(one for one in self.choices if not one.on_host)
+        shards = config.shards(run.dp_cp_size) if config.data_parallel.use_torch_fsdp2 else 1
+        self.choices, self.end = layer_choices(
+            config, self.clock, host=run.host_bytes > 0, shards=shards
+        )
+        self.kinds = layers_of(config)
         self.alike = alike_ranks(run.with_policy(None).config)
 
     def spaces(self, mixes: Sequence[StageMix], budget_bytes: int) -> dict[int, int]:
@@ -296,11 +302,30 @@ class RankMixes:
         number = self.run.config.training.most_microbatches(self.run.dp_size)
         return self.run.config.most_in_flight(number, rank)
 
+    def runs(self, stage: Stage, skipped: int = 0, *, host: bool = False) -> tuple[Alike, ...]:
+        """Returns the alike layers of a stage after its first so many, with their choices.
+
+        host: with those that use host memory.
+        """
+        own = self.kinds[stage.first_layer :][skipped : stage.num_layers]
+        runs = [
+            Alike(
+                tuple(one for one in self.choices[kind] if host or not one.on_host), len([*alike])
+            )
+            for kind, alike in itertools.groupby(own)
+        ]
+        return (*runs, Alike((self.end,), 1)) if stage.is_last else tuple(runs)
+
     def least(self) -> list[StageMix]:
-        """Returns the mixes of the one choice with which a layer takes the fewest bytes."""
-        least = min(self.on_device, key=lambda one: one.kept + one.rebuilt)
-        counts = (stage.num_layers for stage in self.longest)
-        return [StageMix(((least, count),) * (count > 0), 0.0) for count in counts]
+        """Returns the mixes of the choices with which each layer takes the fewest bytes."""
+
+        def least(choices: Sequence[LayerChoice]) -> LayerChoice:
+            return min(choices, key=lambda one: one.kept + one.rebuilt)
+
+        return [
+            StageMix(tuple((least(run.choices), run.length) for run in self.runs(stage)), 0.0)
+            for stage in self.longest
+        ]
 
     def mixes(self, spaces: Mapping[int, int]) -> list[StageMix] | None:
         """Returns the fastest mix of every rank, or None if one has none."""
@@ -314,31 +339,33 @@ class RankMixes:
 
     def _best(self, stage: Stage, in_flight: int, limit: int) -> StageMix | None:
         """Returns the fastest mix of a stage: on the device, or with one hosted choice."""
-        best = best_mix(self.on_device, stage.num_layers, in_flight, limit)
-        for hosted in self.choices if best is None or best.seconds > 0.0 else ():
-            if not hosted.on_host:
-                continue
-            most = stage.num_layers
-            if hosted.moved:
-                most = min(most, self.run.host_bytes // (hosted.moved * in_flight))
+        best = best_mix(self.runs(stage), in_flight, limit)
+        own = self.kinds[stage.first_layer :][: stage.num_layers]
+        hosted = [[one for one in self.choices[kind] if one.on_host] for kind in own]
+        for layers in zip(*hosted, strict=True) if best is None or best.seconds > 0.0 else ():
+            moved = [*itertools.accumulate(one.moved for one in layers)]
+            most = sum(in_flight * one <= self.run.host_bytes for one in moved)
             for step in range(1, min(most, HOST_STEPS) + 1):
                 count = most * step // min(most, HOST_STEPS)
                 # Hosted layers come first, so all others have their bytes on top of theirs.
-                rest = limit - in_flight * count * hosted.kept
-                seconds = self._wait(stage, hosted, count) + count * hosted.seconds
+                first = layers[:count]
+                rest = limit - in_flight * sum(one.kept for one in first)
+                seconds = self._wait(stage, moved[count - 1], count)
+                seconds += sum(one.seconds for one in first)
                 if best and seconds >= best.seconds:
                     break  # more hosted layers take longer still
-                mix = best_mix(self.on_device, stage.num_layers - count, in_flight, rest)
+                mix = best_mix(self.runs(stage, count), in_flight, rest)
                 if mix is None:
                     continue
-                # Layers whose replay adds the most come first.
-                rows = sorted([*mix.rows, (hosted, count)], key=lambda row: -row[0].rebuilt)
-                found = StageMix(tuple(rows), mix.seconds + seconds)
+                rows = (*((one, 1) for one in first), *mix.rows)
+                if len({*own}) == 1:  # alike layers whose replay adds the most come first
+                    rows = tuple(sorted(rows, key=lambda row: (not row[0].kept, -row[0].rebuilt)))
+                found = StageMix(rows, mix.seconds + seconds)
                 if found.peak(in_flight) <= limit and not (best and found.seconds >= best.seconds):
                     best = found
         return best
 
-    def _wait(self, stage: Stage, hosted: LayerChoice, count: int) -> float:
+    def _wait(self, stage: Stage, moved: int, count: int) -> float:
         """Returns how long copies of so many layers delay a forward and a backward.
 
         It does not count that copies also run beside the replays.
@@ -346,25 +373,66 @@ class RankMixes:
         sharing = Group(self.run.dp_cp_size, self.run.config.parallel.tensor_model_parallel_size)
         timed = TimedRun(self.run.config, self.clock, sharing)
         time = stage_time(timed, stage, keep_everything(stage.num_layers))
-        first = hosted.moved / self.run.hardware.host_bandwidth
+        whole = moved / self.run.hardware.host_bandwidth
+        first = whole / count
         # Nothing runs beside the first copy of a backward, that of the last layer.
         exposed = partial(self.clock.exposed, copies=True)
         return (
-            exposed(count * first, time.forward.seconds)
+            exposed(whole, time.forward.seconds)
             + first
-            + exposed((count - 1) * first, time.backward.seconds)
+            + exposed(whole - first, time.backward.seconds)
         )
 
+    def climbed(self, best: Plan, mixes: Sequence[StageMix], budget_bytes: int) -> Plan:
+        """Returns a plan with faster choices for single layers, as long as the whole run fits.
+
+        Only steps that save a good deal are tried.
+        best: the plan with the mixes of the ranks.
+        """
+        mixes = [mixes[stage.rank] for stage in self.stages]
+        number = best.config.training.num_microbatches(best.dp_size)
+        while True:
+            moves = [
+                (faster.seconds - choice.seconds, stage.number, row, faster)
+                for stage, mix in zip(self.stages, mixes, strict=True)
+                for row, (choice, _) in enumerate(mix.rows)
+                for faster in self._choices_of(stage, mix, row)
+                if number * (choice.seconds - faster.seconds) > WORTH * best.time.seconds
+            ]
+            for _, stage, row, faster in sorted(moves, key=itemgetter(0)):
+                rows = [*mixes[stage].rows]
+                choice, count = rows[row]
+                rows[row : row + 1] = [(choice, count - 1)] * (count > 1) + [(faster, 1)]
+                mix = StageMix(tuple(rows), 0.0)
+                found = self.plan(new := [*mixes[:stage], mix, *mixes[stage + 1 :]])
+                if found.peak.fits(budget_bytes) and found.time.seconds <= best.time.seconds:
+                    mixes, best = new, found
+                    break
+            else:
+                return best
+
+    def _choices_of(self, stage: Stage, mix: StageMix, row: int) -> Sequence[LayerChoice]:
+        """Returns the choices on the device of the layers of a row."""
+        first = stage.first_layer + sum(count for _, count in mix.rows[:row])
+        if first >= stage.first_layer + stage.num_layers:
+            return ()
+        return [one for one in self.choices[self.kinds[first]] if not one.on_host]
+
     def plan(self, mixes: Sequence[StageMix]) -> Plan:
-        """Returns the run with the mixes as its policy.
+        """Returns the run with the mixes of ranks, or of stages, as its policy.
 
         The text of a policy has a limited length. With many stages, the ranks between the first and
         the last share the mix of the first of them, which has the most micro-batches in flight.
         """
         if all(one.action == KEEP and not one.on_host for mix in mixes for one, _ in mix.rows):
             return self.run.with_policy(None)
-        for chosen in (mixes, [mixes[rank] for rank in self.alike]):
-            own = [chosen[stage.rank].rules(stage.num_layers) for stage in self.stages]
+        for places in (range(self.size), self.alike):
+            own = [
+                (mixes[stage.number if len(mixes) > self.size else places[stage.rank]]).rules(
+                    stage.num_layers
+                )
+                for stage in self.stages
+            ]
             common = max(own, key=own.count)  # the most frequent rules name no stage
             special = [
                 replace(rule, stage=stage.number)

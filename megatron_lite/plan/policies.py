@@ -1,13 +1,13 @@
 """The choices that a layer has, and the best mix of them for the layers of one stage.
 
-The layers of a stage are alike, so only the number of layers with each choice counts, and the order
-in which the choices follow one another. With W micro-batches in flight, backward holds
+Of neighbouring layers that are alike, only the number with each choice counts, and the order in
+which the choices follow one another. With W micro-batches in flight, backward holds
 
     (W - 1) K + C + q
 
 when it rebuilds a layer: K is what the stage keeps for a micro-batch, C what the layers up to this
-one keep, and q what the replay adds. Layers with a large q come first: the order by falling q
-minimizes the largest C + q, for any numbers (Jackson's rule).
+one keep, and q what the replay adds. Of alike layers, those with a large q come first: the order by
+falling q minimizes the largest C + q, for any numbers (Jackson's rule).
 
 `best_mix` is exact: it builds the stage in this order, and of all beginnings (bytes so far, fullest
 moment, seconds) it keeps those that no other one beats. With a price of bytes as a bound it looks
@@ -20,22 +20,24 @@ each. Bytes come from memory/predict/, for a stage of one layer; seconds come fr
 import bisect
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from operator import itemgetter, le
+from operator import itemgetter, le, mul
 from typing import Any, NamedTuple
 
 from megatron_lite.config.policy import LayerAction, Layers, Rule
 from megatron_lite.config.regions import MLP_REGION, POINTWISE, REGIONS, nested
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.stages import whole_model
 from megatron_lite.description.sizes import Sizes, layers_of
-from megatron_lite.memory.predict.kept_tensors import activation_terms
-from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
+from megatron_lite.memory.predict.stage_course import stage_course
+from megatron_lite.memory.predict.walk import NOT_SHARDED, GatheredWeights
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, keep_everything
 
-from .stage_time import layer_sizes, replay_time
-from .work import Clock
+from .stage_time import layer_sizes, layer_time, passed, replay_time
+from .work import Clock, sum_of
 
 KEEP = LayerAction()
 TILES, LEAST_TILE = (4, 16), 4096
@@ -45,7 +47,7 @@ class LayerChoice(NamedTuple):
     """An action and a store, and what a layer costs with them.
 
     kept: the bytes that it keeps on the device for backward, for each micro-batch in flight.
-    rebuilt: the bytes that its replay adds to them.
+    rebuilt: the bytes that its backward adds to them: its replay, and its largest temporary.
     seconds: the time of the replay.
     moved: the bytes that it moves to host memory and back.
     """
@@ -85,13 +87,16 @@ class StageMix(NamedTuple):
 
     def rules(self, num_layers: int) -> tuple[Rule, ...]:
         """Returns the rules of a policy for the first so many layers, which they name."""
-        rules, first = [], 0
-        for choice, count in self.rows:
-            if first < num_layers:
-                layers = Layers(first, min(first + count, num_layers) - 1)
-                rules.append(Rule(layers=(layers,), action=choice.action, store=choice.store))
-            first += count
-        return tuple(rules)
+        places, first = defaultdict[tuple[LayerAction, str], list[Layers]](list), 0
+        for kind, rows in itertools.groupby(self.rows, lambda row: (row[0].action, row[0].store)):
+            end = min(first + sum(count for _, count in rows), num_layers)
+            if first < end:
+                places[kind].append(Layers(first, end - 1))
+            first = end
+        return tuple(
+            Rule(layers=tuple(layers), action=action, store=store)
+            for (action, store), layers in places.items()
+        )
 
 
 class _Beginning(NamedTuple):
@@ -106,83 +111,101 @@ class _Beginning(NamedTuple):
     before: tuple[Any, ...] = ()
 
 
+class Alike(NamedTuple):
+    """Neighbouring layers that are alike, with the choices of each of them, and their number."""
+
+    choices: tuple[LayerChoice, ...]
+    length: int
+
+
 class Bound(NamedTuple):
-    """A lower bound of the seconds of a mix, the seconds that a kept byte costs in it, and what the
-    cheapest layer then costs."""
+    """A lower bound of the seconds of a mix, and the seconds that a kept byte costs in it."""
 
     seconds: float
     price: float
-    cheapest: float
 
 
-def least_seconds(
-    choices: tuple[LayerChoice, ...], num_layers: int, in_flight: int, limit: int
-) -> Bound | None:
+def least_seconds(runs: tuple[Alike, ...], in_flight: int, limit: int) -> Bound | None:
     """Returns the bound that parts of layers would reach, or None if no mix fits.
 
+    runs: the layers of a stage in order.
     in_flight: W, the forwards that wait for their backward at once.
     limit: the bytes for all of them and a replay.
     """
-    space = (limit - min(one.rebuilt for one in choices)) / in_flight  # for K, at most
-    if num_layers * min(one.kept for one in choices) > space:
+    layers = Counter[tuple[LayerChoice, ...]]()
+    for choices, count in runs:
+        layers[choices] += count
+    rebuilt = min((one.rebuilt for choices in layers for one in choices), default=0)
+    space = (limit - rebuilt) / in_flight  # for K, at most
+    if sum(count * min(one.kept for one in kind) for kind, count in layers.items()) > space:
         return None
     return max(
-        Bound(num_layers * cheapest - price * space, price, cheapest)
-        for cheapest, price in _lines(choices)
+        Bound(sum(map(mul, layers.values(), cheapest)) - price * space, price)
+        for price, cheapest in _lines(tuple(layers))
     )
 
 
 @lru_cache(64)
-def _lines(choices: tuple[LayerChoice, ...]) -> list[tuple[float, float]]:
-    """Returns the seconds of the cheapest choice for each price of a byte that can matter."""
+def _lines(kinds: tuple[tuple[LayerChoice, ...], ...]) -> list[tuple[float, list[float]]]:
+    """Returns the prices of a byte that can matter, each with the least that a layer of each kind
+    then costs."""
     prices = {
         (one.seconds - other.seconds) / (other.kept - one.kept)
+        for choices in kinds
         for one, other in itertools.permutations(choices, 2)
         if other.kept > one.kept
     }
     return [
-        (min(one.seconds + price * one.kept for one in choices), price)
+        (price, [min(one.seconds + price * one.kept for one in choices) for choices in kinds])
         for price in {0.0, *prices}
         if price >= 0.0
     ]
 
 
 @lru_cache(4096)
-def best_mix(
-    choices: tuple[LayerChoice, ...], num_layers: int, in_flight: int, limit: int
-) -> StageMix | None:
-    """Returns the fastest mix, or None if none fits."""
-    bound = least_seconds(choices, num_layers, in_flight, limit)
+def best_mix(runs: tuple[Alike, ...], in_flight: int, limit: int) -> StageMix | None:
+    """Returns the fastest mix for the layers of a stage, or None if none fits."""
+    bound = least_seconds(runs, in_flight, limit)
     if bound is None:
         return None
-    longest = max(one.seconds for one in choices)
-    _, price, cheapest = bound
+    longest = max((one.seconds for run in runs for one in run.choices), default=0.0)
     for slack in (longest / 8, longest, math.inf):
         # The fastest whole stage of those that cost at most `slack` more than the cheapest.
-        found: list[list[_Beginning]] = [[] for _ in range(num_layers + 1)]
-        found[0] = [_Beginning(0, 0, 0.0)]
-        order = sorted(choices, key=lambda one: -one.rebuilt)
-        for (step, choice), done in itertools.product(enumerate(order), range(num_layers)):
-            more = []  # one more layer of this choice
-            # What the layers to come keep at least decides where no moment was fuller.
-            rest = (num_layers - done - 1) * min(one.kept for one in order[step:])
-            for one in found[done]:
-                kept, seconds = one.kept + choice.kept, one.seconds + choice.seconds
-                fullest = max(one.fullest, kept + choice.rebuilt, kept + rest)
-                is_cheap = seconds + price * kept <= (done + 1) * cheapest + slack
-                if is_cheap and (in_flight - 1) * kept + fullest <= limit:
-                    more.append(_Beginning(kept, fullest, seconds, (choice, one.before)))
-            if more:
-                found[done + 1] = _useful([*found[done + 1], *more])
-        best = min(found[-1], key=lambda one: one.seconds, default=None)
+        ends, cheapest = [_Beginning(0, 0, 0.0)], slack
+        later = sum(count * min(one.kept for one in choices) for choices, count in runs)
+        for choices, count in runs:
+            found: list[list[_Beginning]] = [[] for _ in range(count + 1)]
+            found[0] = ends
+            order = sorted(choices, key=lambda one: -one.rebuilt)
+            cost = min(one.seconds + bound.price * one.kept for one in choices)
+            later -= count * min(one.kept for one in choices)
+            for (step, choice), done in itertools.product(enumerate(order), range(count)):
+                more = []  # one more layer of this choice
+                # What the layers to come keep at least decides where no moment was fuller.
+                rest = later + (count - done - 1) * min(one.kept for one in order[step:])
+                most = cheapest + (done + 1) * cost
+                for one in found[done]:
+                    kept, seconds = one.kept + choice.kept, one.seconds + choice.seconds
+                    fullest = max(one.fullest, kept + choice.rebuilt, kept + rest)
+                    is_cheap = seconds + bound.price * kept <= most
+                    if is_cheap and (in_flight - 1) * kept + fullest <= limit:
+                        more.append(_Beginning(kept, fullest, seconds, (choice, one.before)))
+                if more:
+                    found[done + 1] = _useful([*found[done + 1], *more])
+            ends, cheapest = found[-1], cheapest + count * cost
+        best = min(ends, key=lambda one: one.seconds, default=None)
         if best and best.seconds <= bound.seconds + slack:
-            counts, before = Counter[LayerChoice](), best.before
-            while before:  # from the last layer on
-                choice, before = before
-                counts[choice] += 1
-            seconds = sum(count * one.seconds for one, count in counts.items())
-            return StageMix(tuple(reversed(counts.items())), seconds)
+            return _mix(best)
     return None
+
+
+def _mix(whole: _Beginning) -> StageMix:
+    chosen, before = list[LayerChoice](), whole.before
+    while before:  # from the last layer on
+        choice, before = before
+        chosen.append(choice)
+    rows = tuple((one, len([*same])) for one, same in itertools.groupby(reversed(chosen)))
+    return StageMix(rows, sum(count * one.seconds for one, count in rows))
 
 
 def _useful(found: Iterable[_Beginning]) -> list[_Beginning]:
@@ -201,34 +224,79 @@ def _useful(found: Iterable[_Beginning]) -> list[_Beginning]:
     return useful
 
 
-def layer_choices(config: RunConfig, clock: Clock, *, host: bool) -> tuple[LayerChoice, ...]:
-    """Returns the choices of a layer that can be the best of some mix.
+def layer_choices(
+    config: RunConfig, clock: Clock, *, host: bool, shards: int = 1
+) -> tuple[dict[int, tuple[LayerChoice, ...]], LayerChoice]:
+    """Returns the choices of each kind of layer that can be the best of some mix, by the first
+    layer of the kind (see `layers_of`), and what stands for the head behind the last layer.
 
-    A choice is left out if another one keeps no more, rebuilds no more and is no slower. If layers
-    differ (windows, rotary embeddings, experts), one of the most frequent kind stands for all.
+    A choice is left out if another one keeps no more, rebuilds no more and is no slower. Every kind
+    has the hosted choices of all.
     host: whether kept tensors may go to host memory.
+    shards: the ranks over which FSDP2 shards the states.
     """
-    sizes = layer_sizes(Sizes.of(config, clock.hardware.device))
-    alike = layers_of(config)
-    sizes = replace(sizes, first_layer=max(alike, key=alike.count))
+    stage = whole_model(config.model.num_layers)
+    sizes = Sizes.in_training(config, device=clock.hardware.device, stage=stage, sharded=shards > 1)
     recompute = config.recompute
     host = host and config.training.cuda_graph_impl == "none"  # a graph cannot wait for copies
     skip_tail = recompute.recompute_tail_skip and not recompute.recompute_verify
-    return _useful_choices(sizes, clock, skip_tail, host)
+
+    def gathered(sizes: Sizes) -> GatheredWeights:
+        return GatheredWeights.of(config, sizes, stage, shards) if shards > 1 else NOT_SHARDED
+
+    kinds = dict[int, _Kind]()
+    for first in {*layers_of(config)}:
+        one = replace(layer_sizes(sizes), first_layer=first)
+        kinds[first] = _Kind(one, gathered(one), clock, skip_tail)
+    found = {first: _useful_choices(kind, host) for first, kind in kinds.items()}
+    hosted = {
+        (one.action, one.store): None
+        for choices in found.values()
+        for one in choices
+        if one.on_host
+    }
+    for first, choices in found.items():
+        found[first] = tuple(one for one in choices if not one.on_host) + tuple(
+            _priced(kinds[first], *one) for one in hosted
+        )
+    sizes = replace(sizes, has_embedding=False)
+    head = stage_course(keep_everything(0), sizes, gathered(sizes))
+    # All backwards of layers hold the gradient of their output besides.
+    added = head.forward.kept + head.backward.fullest.num_bytes - sizes.residual
+    return found, LayerChoice(0, added, 0.0)
+
+
+class _Kind(NamedTuple):
+    """A kind of layer, and what decides the figures of its choices.
+
+    weights: those that FSDP2 gathers.
+    """
+
+    sizes: Sizes
+    weights: GatheredWeights
+    clock: Clock
+    skip_tail: bool
+
+    def bytes_of(self, segment: Segment) -> tuple[int, int, int]:
+        """Returns the bytes that a layer keeps on the device, those that it holds besides at its
+        fullest moment, and those that it keeps in host memory."""
+        course = stage_course(RecomputePlan((segment,)), self.sizes, self.weights)
+        kept = course.forward.kept
+        in_forward = course.forward.fullest.num_bytes - kept
+        return kept, max(course.backward.fullest.num_bytes, in_forward), course.on_host
 
 
 @lru_cache(1024)
-def _useful_choices(
-    sizes: Sizes, clock: Clock, skip_tail: bool, host: bool
-) -> tuple[LayerChoice, ...]:
+def _useful_choices(kind: _Kind, host: bool) -> tuple[LayerChoice, ...]:
+    sizes = kind.sizes
     stores = ["device", "host"] if host and sizes.device != "cpu" else ["device"]
     # Each tensor-parallel rank keeps a part of a unit's input.
     splits = ["split", "split+host"] if host else ["split"]
     if sizes.tp_size == 1 or sizes.sequence_parallel:
         splits = []
     priced = [
-        _priced(sizes, clock, skip_tail, replace(action, tiles=tiles), store)
-        for action in _actions(sizes)
+        _priced(kind, replace(action, tiles=tiles), store)
+        for action in _actions(kind)
         for tiles in tile_counts(sizes, action)
         for store in stores + splits * action.unit
     ]
@@ -251,14 +319,15 @@ def tile_counts(sizes: Sizes, action: LayerAction) -> Iterator[int]:
             yield tiles
 
 
-def _actions(sizes: Sizes) -> Iterator[LayerAction]:
+def _actions(kind: _Kind) -> Iterator[LayerAction]:
     """Yields every combination of the regions that free memory, and the whole layer."""
-    model, (whole, _) = sizes.model, _kept(sizes)
+    model = kind.sizes.model
+    whole, *_ = kind.bytes_of(_segment(KEEP))
     useful = [
         name
         for name, facts in REGIONS.items()
-        if (model.builds_scores(sizes.device) or facts.needs != "scores")
-        and _kept(sizes, LayerAction(regions=(name,)))[0] < whole
+        if (model.builds_scores(kind.sizes.device) or facts.needs != "scores")
+        and kind.bytes_of(_segment(LayerAction(regions=(name,))))[0] < whole
     ]
     # The name `pointwise` stands for every cheap region, those of experts too.
     dense = {name for name in POINTWISE if REGIONS[name].needs != "experts"}
@@ -271,40 +340,20 @@ def _actions(sizes: Sizes) -> Iterator[LayerAction]:
     yield LayerAction(unit=1)
 
 
-def _priced(
-    sizes: Sizes, clock: Clock, skip_tail: bool, action: LayerAction, store: str
-) -> LayerChoice:
-    kept, moved = _kept(sizes, action, store)
-    rebuilt = 2 * moved  # the tensors of this layer and of the one before come back
-    whole = _kept(sizes)[0]
-
-    def inside(region: str) -> int:
-        """Returns the bytes that a replay of the region keeps, or of a tile of it."""
-        freed = whole - _kept(sizes, LayerAction(regions=(region,)))[0]
-        return freed // (action.tiles if region == MLP_REGION else 1)
-
-    if action.unit:
-        rebuilt += whole - (action.tiles - 1) * (inside(MLP_REGION) if action.tiles > 1 else 0)
-    elif action.regions:  # they are rebuilt one at a time
-        rebuilt += max(map(inside, action.regions))
-    segment = _segment(action, store)
+@lru_cache(1024)
+def _priced(kind: _Kind, action: LayerAction, store: str) -> LayerChoice:
+    sizes, clock, segment = kind.sizes, kind.clock, _segment(action, store)
+    kept, rebuilt, moved = kind.bytes_of(segment)
+    rebuilt += moved  # the tensors of the layer before come back too
     if segment.split:  # the gather of the split unit before runs at the same time
         rebuilt += sizes.residual
-    seconds = replay_time(segment, skip_tail, clock, sizes).seconds
+    once = layer_time(sizes, clock).backward
+    again = replay_time(segment, kind.skip_tail, clock, sizes)
+    seconds = passed(sum_of([(once, 1.0), (again, 1.0)]), clock) - passed(once, clock)
     return LayerChoice(kept, rebuilt, seconds, moved, action, store)
 
 
-@lru_cache(1024)
-def _kept(sizes: Sizes, action: LayerAction = KEEP, store: str = "device") -> tuple[int, int]:
-    """Returns the bytes that a layer keeps on the device and in host memory, without tables that
-    all layers share."""
-    terms = activation_terms(RecomputePlan((_segment(action, store),)), sizes)
-    own = [term for term in terms if not term.tensor.shared]
-    on_host = sum(term.num_bytes for term in own if term.on_host)
-    return sum(term.num_bytes for term in own) - on_host, on_host
-
-
-def _segment(action: LayerAction, store: str) -> Segment:
+def _segment(action: LayerAction, store: str = "device") -> Segment:
     return Segment(
         first_layer=0,
         unit=bool(action.unit),

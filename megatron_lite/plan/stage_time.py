@@ -123,15 +123,25 @@ def stage_time(run: TimedRun, stage: Stage, plan: RecomputePlan) -> StageTime:
     for work, parts, sent in zip(
         (once.forward, sum_of(backward)), copies, _fsdp(run, parameters, units), strict=True
     ):
-        delay = work.host  # of the device by the host
-        if not hardware.shares_cores:
-            delay = math.sqrt(math.hypot(work.seconds**2, work.host**2)) - work.seconds
+        delay = passed(work, clock) - work.seconds  # of the device by the host
         transfers = {
             HOST_COPIES: clock.exposed(copied, work.seconds, parts, copies=True),
             FSDP: clock.exposed(sent, work.seconds, units),
         }
         halves.append(Work({**work.terms, HOST_PACE: delay, **transfers}, work.host))
     return StageTime(*halves)
+
+
+def passed(work: Work, clock: Clock) -> float:
+    """Returns the seconds of a pass with its waits for the host. See `stage_time`."""
+    if clock.hardware.shares_cores:
+        return work.seconds + work.host
+    return math.sqrt(math.hypot(work.seconds**2, work.host**2))
+
+
+def layer_time(sizes: Sizes, clock: Clock) -> StageTime:
+    """Returns the work of one layer."""
+    return _layers(sizes, 1, clock)
 
 
 def layer_sizes(sizes: Sizes) -> Sizes:
@@ -175,7 +185,7 @@ def _replay(segment: Segment, skip_tail: bool, clock: Clock, sizes: Sizes) -> Wo
     ]
     for operation, call in replayed_calls(layers, segment, skip_tail):
         works += clock.call(operation, call, REPLAYED_MATMULS)
-    starts = segment.num_layers * len(segment.regions) * REGION_START or 1.0
+    starts = segment.num_layers * len(segment.regions) * REGION_START or float(segment.is_whole)
     works.append(Work({REPLAYED_MEMORY_BOUND: 0.0}, starts * clock.mode.replay_s))
     if segment.split:
         # The gather of a unit's input runs beside the backward of the unit after it.
