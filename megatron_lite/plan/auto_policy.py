@@ -15,6 +15,7 @@ that torch's allocator cannot use because it lies in pieces.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -30,7 +31,7 @@ from megatron_lite.description.sizes import Sizes, layers_of
 from megatron_lite.memory.predict.pipeline_memory import alike_ranks
 from megatron_lite.memory.predict.states import RankStates, rank_states
 from megatron_lite.memory.predict.step_peak import KEPT, StepPeak, fullest_step_peak, step_peak
-from megatron_lite.recompute.recompute_plan import keep_everything
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, keep_everything
 
 from .hardware import Group, Hardware
 from .policies import (
@@ -43,7 +44,7 @@ from .policies import (
     least_seconds,
     tile_counts,
 )
-from .stage_time import HOST_PACE, TimedRun, stage_time
+from .stage_time import HOST_PACE, StageTime, TimedRun, stage_time
 from .step_time import StepTime, step_time
 from .work import Clock
 
@@ -147,11 +148,12 @@ def choose_policy(config: RunConfig, hardware: Hardware, budget_bytes: int, num_
     return str(found.config.recompute.policy)
 
 
-def fitted(run: Plan, budget_bytes: int, *, or_smallest: bool = True) -> Plan:
+def fitted(run: Plan, budget_bytes: int, *, or_smallest: bool = True, climbs: bool = True) -> Plan:
     """Returns the run with the fastest policy that fits the budget.
 
     If none does, it is that with the smallest peak that was found. or_smallest: False saves the
-    time to look for that one: any other policy takes its place.
+    time to look for that one: any other policy takes its place. climbs: False saves the time in
+    which single layers get faster choices.
     """
     whole = run.with_policy(None)
     if whole.peak.fits(budget_bytes):
@@ -180,7 +182,8 @@ def fitted(run: Plan, budget_bytes: int, *, or_smallest: bool = True) -> Plan:
             if high and found.peak.rank not in spaces:  # the correction has not seen this rank
                 spaces[search.alike[found.peak.rank]] -= lacks
     if best:
-        plans.append(best := search.climbed(best, chosen, budget_bytes))
+        if climbs:
+            plans.append(best := search.climbed(best, chosen, budget_bytes))
         if not _may_be_slower_than_units(best):
             return best
     units = search.units()
@@ -217,13 +220,9 @@ def least_replays(run: Plan, budget_bytes: int) -> list[float] | None:
         states = run.states(search.alike[rank])
         # Under FSDP2 no gradients exist before the first backward.
         space = budget_bytes - states.total + (states.gradients if fsdp else 0)
-        bounds = [
-            least_seconds(search.runs(one, host=True), search.in_flight(rank), space)
-            for one in search.stages[rank :: search.size]
-        ]
-        if not any(bounds):
+        bounds = [search.least_seconds(one, space) for one in search.stages[rank :: search.size]]
+        if math.isinf(least := min(bounds)):
             return None
-        least = min(bound.seconds for bound in bounds if bound)
         found.append(least * len(search.stages) / search.size)
     return found
 
@@ -316,6 +315,25 @@ class RankMixes:
         ]
         return (*runs, Alike((self.end,), 1)) if stage.is_last else tuple(runs)
 
+    def least_seconds(self, stage: Stage, space: int) -> float:
+        """Returns a lower bound of the seconds of a stage's replays, infinity if nothing fits."""
+        in_flight = self.in_flight(stage.rank)
+        bound = least_seconds(self.runs(stage, host=True), in_flight, space)
+        if bound:
+            return bound.seconds
+        # Longer units keep one input for all of their layers.
+        number, unit = (
+            stage.num_layers,
+            Segment(first_layer=0, num_layers=stage.num_layers, unit=True),
+        )
+        inputs = -(-number // UNIT_LENGTHS[-1])
+        least = min(one.kept for choices in self.choices.values() for one in choices)
+        if in_flight * inputs * least > space:
+            return math.inf
+        plans = RecomputePlan((unit,)), keep_everything(number)
+        again, once = (self._time(stage, plan).backward.seconds for plan in plans)
+        return again - once
+
     def least(self) -> list[StageMix]:
         """Returns the mixes of the choices with which each layer takes the fewest bytes."""
 
@@ -370,9 +388,7 @@ class RankMixes:
 
         It does not count that copies also run beside the replays.
         """
-        sharing = Group(self.run.dp_cp_size, self.run.config.parallel.tensor_model_parallel_size)
-        timed = TimedRun(self.run.config, self.clock, sharing)
-        time = stage_time(timed, stage, keep_everything(stage.num_layers))
+        time = self._time(stage, keep_everything(stage.num_layers))
         whole = moved / self.run.hardware.host_bandwidth
         first = whole / count
         # Nothing runs beside the first copy of a backward, that of the last layer.
@@ -383,6 +399,10 @@ class RankMixes:
             + exposed(whole - first, time.backward.seconds)
         )
 
+    def _time(self, stage: Stage, plan: RecomputePlan) -> StageTime:
+        sharing = Group(self.run.dp_cp_size, self.run.config.parallel.tensor_model_parallel_size)
+        return stage_time(TimedRun(self.run.config, self.clock, sharing), stage, plan)
+
     def climbed(self, best: Plan, mixes: Sequence[StageMix], budget_bytes: int) -> Plan:
         """Returns a plan with faster choices for single layers, as long as the whole run fits.
 
@@ -390,22 +410,32 @@ class RankMixes:
         best: the plan with the mixes of the ranks.
         """
         mixes = [mixes[stage.rank] for stage in self.stages]
-        number = best.config.training.num_microbatches(best.dp_size)
+        chunks, number = (
+            len(self.stages) // self.size,
+            self.run.config.training.num_microbatches(self.run.dp_size),
+        )
         while True:
+            left = [budget_bytes - best.step_peak(rank).num_bytes for rank in range(self.size)]
             moves = [
-                (faster.seconds - choice.seconds, stage.number, row, faster)
+                (faster.seconds - choice.seconds, stage, row, faster)
                 for stage, mix in zip(self.stages, mixes, strict=True)
                 for row, (choice, _) in enumerate(mix.rows)
                 for faster in self._choices_of(stage, mix, row)
                 if number * (choice.seconds - faster.seconds) > WORTH * best.time.seconds
+                # At the fullest moment so many other micro-batches keep the layer's tensors.
+                and (self.in_flight(stage.rank) // chunks - 1) * (faster.kept - choice.kept)
+                <= left[stage.rank] + max(0, choice.rebuilt - faster.rebuilt)
             ]
             for _, stage, row, faster in sorted(moves, key=itemgetter(0)):
-                rows = [*mixes[stage].rows]
+                rows = [*mixes[stage.number].rows]
                 choice, count = rows[row]
                 rows[row : row + 1] = [(choice, count - 1)] * (count > 1) + [(faster, 1)]
-                mix = StageMix(tuple(rows), 0.0)
-                found = self.plan(new := [*mixes[:stage], mix, *mixes[stage + 1 :]])
-                if found.peak.fits(budget_bytes) and found.time.seconds <= best.time.seconds:
+                new = [*mixes]
+                new[stage.number] = StageMix(tuple(rows), 0.0)
+                found = self.plan(new)
+                if found.step_peak(stage.rank).fits(budget_bytes) and (
+                    found.time.seconds <= best.time.seconds
+                ):
                     mixes, best = new, found
                     break
             else:

@@ -6,6 +6,7 @@ Every layout is a RunConfig, so a layout that training would refuse is never tri
 only.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -43,9 +44,7 @@ from .problem import (
 )
 
 MICRO_BATCH_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)
-# Tokens of a sequence on one rank: the search splits none into shorter parts, if the batch divides
-# over all ranks, and if it does not.
-LEAST_CONTEXT = 2048, 256
+LEAST_CONTEXT = 256  # tokens of a sequence on one rank, if longer parts do not suffice
 LOSS_CHUNKS = (1024, 4096, 256)  # of which those count that are shorter than a micro-batch
 MOST_VIRTUAL_STAGES = 8
 USUAL_HOST_BYTES = 128 * 2**30  # of a GPU, if --host-memory is not given and nothing else fits
@@ -92,8 +91,7 @@ def layouts(problem: Problem) -> Iterator[RunConfig]:
     """Yields the layouts of so many ranks, for each of which `variants`, `virtuals`, `recuts` and
     `savers` yield others.
 
-    No layout has a recompute policy of its own. Of all variants the one that is yielded here
-    computes for the shortest time.
+    No layout has a recompute policy of its own.
     """
     rows: list[Row] = [problem.policy or {}]
     for fields, values in DIMENSIONS:
@@ -145,9 +143,12 @@ def least_states(problem: Problem, config: RunConfig) -> float:
 
 
 def resorts(problem: Problem) -> Iterator[list[Problem]]:
-    """Yields groups of other problems for a run that does not fit: with FSDP2 in pipelines, with
-    host memory, and then with formats of fewer and fewer bits too, as far as the user has decided
-    none of these."""
+    """Yields groups of other problems for a run that does not fit: with shorter parts of sequences,
+    with FSDP2 in pipelines, with host memory, and then with formats of fewer and fewer bits too, as
+    far as the user has decided none of these."""
+    if CONTEXT not in problem.fixed:
+        problem = problem._replace(least_context=LEAST_CONTEXT)
+        yield [problem]
     if problem.fixed.keys().isdisjoint((*DATA_PARALLEL, PIPELINE)):
         yield [problem._replace(fixed={**problem.fixed, DATA_PARALLEL[1]: True})]
     yield from _with_host_memory(problem)
@@ -187,7 +188,7 @@ def _divisors(name: str, number: int, most: int) -> Iterator[Row]:
 
 def _contexts(problem: Problem, row: Row) -> Iterator[Row]:
     uneven = (problem.base.training.global_batch_size or 0) % problem.num_ranks > 0
-    most = problem.base.data.seq_length // LEAST_CONTEXT[uneven]
+    most = problem.base.data.seq_length // (LEAST_CONTEXT if uneven else problem.least_context)
     return _divisors(CONTEXT, problem.num_ranks // row[TENSOR], max(1, most))
 
 
@@ -228,9 +229,8 @@ def recuts(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
 
 
 def savers(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
-    """Yields the layout without sequence parallelism, which saves collectives, and with loss chunks
-    and with embedding and output layer as units of FSDP2, which save memory, as far as the user has
-    fixed none of these.
+    """Yields the layout with loss chunks and with embedding and output layer as units of FSDP2,
+    which save memory, as far as the user has fixed none of these.
 
     The variants, their other stages, the savers of both and of those have every combination once.
     """
@@ -239,9 +239,6 @@ def savers(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
     training = config.training
     tokens = problem.base.data.seq_length // config.parallel.context_parallel_size
     chunked = LOSS_CHUNK not in problem.fixed and training.loss_chunk_size is not None
-    if SEQUENCE not in problem.fixed and config.parallel.sequence_parallel and not chunked:
-        with suppress(ValueError):  # training would refuse it
-            yield config.with_fields({SEQUENCE: False})
     if LOSS_CHUNK not in problem.fixed and not chunked:
         for size in LOSS_CHUNKS:
             if size < tokens * training.micro_batch_size:
@@ -265,7 +262,7 @@ def _ends(problem: Problem, size: int, virtual: int) -> list[Row]:
     sizes = Sizes(model=model, micro_batch_size=1, seq_length=base.data.seq_length)
     head = logits_flops(replace(sizes, padded_vocab_size=base.tokenizer.true_vocab_size))
     # Twice: a network also takes long to reduce the gradients of the first and the last rank.
-    worth = -(-2 * head * layers // (forward_flops(sizes) - head))
+    worth = -(-2 * head * layers // forward_flops(sizes))
     found: list[Row] = []
 
     def add(each: int, more: int = 0) -> None:
@@ -289,17 +286,18 @@ def _ends(problem: Problem, size: int, virtual: int) -> list[Row]:
 
 
 def _kinds(problem: Problem, row: Row) -> Iterator[Row]:
-    """Yields the kinds of data parallelism.
+    """Yields the kinds of data parallelism that have the flags that the user has fixed.
 
     FSDP2 gathers the weights of a stage again for each micro-batch of a pipeline. The two are
-    tried together only if the user fixes the pipeline, or if nothing else fits.
+    tried together only if the user fixes one of them, or if nothing else fits.
     """
+    fixed = {name: problem.fixed[name] for name in DATA_PARALLEL if name in problem.fixed}
     if problem.num_ranks == row[TENSOR] * row[PIPELINE]:
-        yield {}
+        yield fixed
         return
-    in_pipeline = row[PIPELINE] > 1 and PIPELINE not in problem.fixed
+    in_pipeline = row[PIPELINE] > 1 and PIPELINE not in problem.fixed and not fixed
     for kind, flags in KINDS.items():
-        if not (kind == FSDP2 and in_pipeline):
+        if flags.items() >= fixed.items() and not (kind == FSDP2 and in_pipeline):
             yield flags
 
 
@@ -333,10 +331,14 @@ def _spreads(problem: Problem, row: Row) -> Iterator[Row]:
 
 
 def variants(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
-    """Yields a layout of `layouts` with every exchange that is not fixed."""
-    is_open = config.parallel.context_parallel_size > 1 and EXCHANGE not in problem.fixed
-    for kind in _ways(problem) if is_open else (config.parallel.cp_comm_type,):
-        yield from _possible(problem, config, {EXCHANGE: kind})
+    """Yields a layout of `layouts` with every exchange, and without sequence parallelism too, as
+    far as the user has fixed none of them."""
+    parallel = config.parallel
+    is_open = parallel.context_parallel_size > 1 and EXCHANGE not in problem.fixed
+    ways = _ways(problem) if is_open else (parallel.cp_comm_type,)
+    without = parallel.sequence_parallel and SEQUENCE not in problem.fixed
+    for row in itertools.product(ways, (parallel.sequence_parallel, False)[: 1 + without]):
+        yield from _possible(problem, config, dict(zip((EXCHANGE, SEQUENCE), row, strict=True)))
 
 
 def _micro_batches(problem: Problem, row: Row) -> Iterator[Row]:
@@ -375,7 +377,7 @@ DIMENSIONS: Sequence[tuple[Sequence[str], Callable[[Problem, Row], Iterable[Row]
     ),
     ((EXCHANGE,), lambda problem, row: [{EXCHANGE: _ways(problem)[0]} if row[CONTEXT] > 1 else {}]),
     (VIRTUAL, lambda problem, row: _ends(problem, row[PIPELINE], 1)[:1]),
-    (DATA_PARALLEL, _kinds),
+    ((), _kinds),
     ((RESHARD,), lambda _, row: [{}, {RESHARD: False}] if row.get(DATA_PARALLEL[1]) else [{}]),
     ((INSTANCES,), _instances),
     (EXPERTS, _spreads),

@@ -173,7 +173,7 @@ def best_mix(runs: tuple[Alike, ...], in_flight: int, limit: int) -> StageMix | 
         # The fastest whole stage of those that cost at most `slack` more than the cheapest.
         ends, cheapest = [_Beginning(0, 0, 0.0)], slack
         later = sum(count * min(one.kept for one in choices) for choices, count in runs)
-        for choices, count in runs:
+        for number, (choices, count) in enumerate(runs, 1):
             found: list[list[_Beginning]] = [[] for _ in range(count + 1)]
             found[0] = ends
             order = sorted(choices, key=lambda one: -one.rebuilt)
@@ -183,6 +183,8 @@ def best_mix(runs: tuple[Alike, ...], in_flight: int, limit: int) -> StageMix | 
                 more = []  # one more layer of this choice
                 # What the layers to come keep at least decides where no moment was fuller.
                 rest = later + (count - done - 1) * min(one.kept for one in order[step:])
+                last = order[step:] if number == len(runs) else runs[-1].choices
+                rest += min(one.rebuilt for one in last)
                 most = cheapest + (done + 1) * cost
                 for one in found[done]:
                     kept, seconds = one.kept + choice.kept, one.seconds + choice.seconds

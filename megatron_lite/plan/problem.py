@@ -54,6 +54,7 @@ class Problem(NamedTuple):
     policy: the recompute settings by field, if they are fixed too.
     host_bytes: the host memory of a rank in which a policy may keep tensors. 0: none.
     states_on_host: the most bytes of optimizer states there. None: any.
+    least_context: the fewest tokens of a sequence on one rank, if the batch divides over all ranks.
     """
 
     base: RunConfig
@@ -63,6 +64,7 @@ class Problem(NamedTuple):
     host_bytes: int = 0
     states_on_host: int | None = None
     num_ranks: int = 1
+    least_context: int = 2048
 
     @property
     def machine(self) -> Hardware:

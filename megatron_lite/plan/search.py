@@ -4,14 +4,14 @@ A layout passes through stations, each with a lower bound of its step time that 
 as the one before. The layout with the lowest bound goes on, so the first to arrive is the fastest
 of all that were tried, by the time model.
 
-    0  no recomputation, stages that all take the same time, the most virtual stages, and nothing
-       that context- and expert-parallel ranks send: it stands for all ways to send
-    1  the same with one of these ways: it stands for every number of virtual stages
-    2  the same with one of these: it stands for every cut of the layers into stages
-    3  no recomputation, and the shortest way through the pipeline
-    4  the fewest replays if only states and activations took memory. If they fit, the layout joins
-       at station 3 with loss chunks, and with further units of FSDP2
-    5  the fastest policy by the full prediction of the peak, and the simulated pipeline: a plan
+    0  no recomputation, stages that all take the same time, and the most virtual stages: it stands
+       for every number of these
+    1  the same with one number of them: it stands for every cut of the layers into stages
+    2  no recomputation, and the shortest way through the pipeline
+    3  the fewest replays if only states and activations took memory. If they fit, the layout joins
+       at station 2 with loss chunks, and with further units of FSDP2
+    4  the fastest policy by the full prediction of the peak, and the simulated pipeline: a plan.
+       Its single layers get faster choices when it arrives.
 
 The rows behind the first plan are the fastest of MORE_FITTED further layouts that are planned.
 
@@ -86,11 +86,11 @@ class Search:
         """Returns the step time. facts: see `step_time`."""
         return step_time(config, self.machine, self.problem.num_ranks, **facts)
 
-    def fit(self, config: RunConfig, budget_bytes: int, or_smallest: bool = True) -> Plan:
+    def fit(self, config: RunConfig, budget_bytes: int, **savings: bool) -> Plan:
         """Returns the layout with its fastest policy that fits, or with the user's policy if it is
-        fixed. If none fits, it has the smallest peak, or with `or_smallest` False any."""
+        fixed. If none fits, it has the smallest peak. savings: see `fitted`."""
         plan = self.plan(config)
-        return plan if self.fixed_policy else fitted(plan, budget_bytes, or_smallest=or_smallest)
+        return plan if self.fixed_policy else fitted(plan, budget_bytes, **savings)
 
     def find(self, budget_bytes: int) -> SearchResult:
         """Returns the fastest plans."""
@@ -129,20 +129,20 @@ class Search:
 
         def push_new(configs: Iterable[RunConfig], station: int) -> None:
             for config in configs:
-                # A layout of an early station has the fewest states of those that it stands for.
-                if station < 2 and (states := least_states(problem, config)) > budget_bytes:
+                # A layout of the first station has the fewest states of those that follow from it.
+                if station == 0 and (states := least_states(problem, config)) > budget_bytes:
                     hopeless.append((states, next(number), config))
                     tried.append((config, math.inf))
                     continue
-                time = self.time(config, bound=True, sends=station > 0)
+                time = self.time(config, bound=True)
                 chunks = most_virtual(problem, config)
                 # At later stations the cut of the layers is that of the layout.
-                seconds = time.seconds if station > 1 else self._balanced(config, time, chunks)
-                if station:
-                    tried.append((config, time.seconds))
+                seconds = time.seconds if station else self._balanced(config, time, chunks)
+                tried.append((config, time.seconds))
                 push(seconds, station, config, time)
 
-        push_new(layouts(problem), 0)
+        for layout in layouts(problem):
+            push_new(variants(problem, layout), 0)
         plans: dict[object, Plan] = {}
         fastest = defaultdict[object, float](lambda: math.inf)  # of the plans of a shape so far
         too_large = []
@@ -158,40 +158,39 @@ class Search:
             if shape in plans:
                 continue
             if plan is not None:  # no bound that is left is lower than its time
-                plans[shape] = plan
+                plans[shape] = self.fit(config, budget_bytes)
             elif number_fitted > MORE_FITTED:
                 continue
             elif station == 0:
-                push_new(variants(problem, config), 1)
-            elif station == 1:
                 for one in (config, *virtuals(problem, config)):
-                    push(self._balanced(one, time), 2, one, time)
-            elif station == 2:
+                    push(self._balanced(one, time), 1, one, time)
+            elif station == 1:
                 if parallel.num_virtual_stages_per_pipeline_rank is None:
-                    push(time.seconds, 3, config, time)
+                    push(time.seconds, 2, config, time)
                 else:  # its time is that of one stage on each rank
-                    push_new([config], 3)
-                push_new(recuts(problem, config), 3)
+                    push_new([config], 2)
+                push_new(recuts(problem, config), 2)
             elif bound > BETTER * fastest[shape]:
                 continue
-            elif station == 3:
+            elif station == 2:
                 seconds = self._fitting(config, budget_bytes, time)
                 if seconds is None:
                     too_large.append(config)
                 else:
-                    push(seconds, 4, config, time)
-                    push_new(savers(problem, config), 3)
+                    push(seconds, 3, config, time)
+                    push_new(savers(problem, config), 2)
             else:
                 number_fitted += bool(plans)
-                plan = self.fit(config, budget_bytes, or_smallest=False)
+                plan = self.fit(config, budget_bytes, or_smallest=False, climbs=False)
                 if not plan.peak.fits(budget_bytes):
                     too_large.append(config)
                 else:
-                    push(plan.time.seconds, 5, config, time, plan)
+                    push(plan.time.seconds, 4, config, time, plan)
                     fastest[shape] = min(fastest[shape], plan.time.seconds)
         if not plans and not too_large:
             too_large = [config for *_, config in heapq.nsmallest(SMALLEST_TRIED, hopeless)]
-        return list(plans.values()), tried, too_large
+        ranked = sorted(plans.values(), key=lambda one: one.time.seconds * _handicap(one.config))
+        return ranked, tried, too_large
 
     def _balanced(self, config: RunConfig, time: StepTime, chunks: int | None = None) -> float:
         """Returns a lower bound of the time, however the layers are cut into stages.

@@ -267,7 +267,7 @@ def _wrapped(text: str) -> list[str]:
 
 def banded(value: float, band: float, style: str = ".2f") -> str:
     """Returns an estimate with its band, such as "1.23 +-10%"."""
-    return f"{value:{style}} +-{band:.0%}"
+    return f"{value:{style if value >= 0.1 else '.2g'}} +-{band:.0%}"
 
 
 def gib(num_bytes: float) -> str:

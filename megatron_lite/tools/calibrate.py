@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -26,6 +27,7 @@ from torch.utils.benchmark import Timer
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run_flags import Parser
+from megatron_lite.data.durable_files import replacing
 from megatron_lite.plan.hardware import (
     CPU_MACHINE,
     Hardware,
@@ -92,9 +94,11 @@ def run(output: str, links_of: str | None = None) -> None:
             f"--links-of: name a known machine of this device, {kind}, whose networks and other "
             f"figures are taken: one of {', '.join(machine_names())}"
         )
-    machine = measure(kind, like)
-    pace = _pace(machine)
-    save_hardware(dataclasses.replace(machine, pace=pace), output)
+    with replacing(output) as file:
+        Path(file).touch()  # fails before anything is measured
+        machine = measure(kind, like)
+        pace = _pace(machine)
+        save_hardware(dataclasses.replace(machine, pace=pace), file)
     for rates, name in ((machine.bf16, "bfloat16"), (machine.fp32, "float32")):
         print(
             f"{name}: {rates.peak_flops / 1e12:.3g} TFLOP/s, half of it at a smallest dimension of "

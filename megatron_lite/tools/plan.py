@@ -116,7 +116,7 @@ class PlanSettings(Settings):
         "the optimizer its states, if nothing else fits (default: any)",
     )
     train_tokens: float | None = setting(
-        "tokens to train on, such as 2e12: prints the days", above=0, below=1e24
+        "tokens to train on, such as 2e12: prints the days", least=1, below=1e24
     )
     price_per_gpu_hour: float | None = setting(
         "prints the cost", above=0, below=1e24, needs="train_tokens"
@@ -127,6 +127,8 @@ class PlanSettings(Settings):
     def check_rules(self) -> None:
         if self.html:
             check_ending("--html", self.html, ".html", ".htm")
+            if self.json == self.html:
+                raise ValueError(f"--json and --html name one file, {self.json}: give two names")
         if (self.machine is None) == (self.gpu is None):
             raise ValueError(
                 f"give the machine once: --gpu NAME ({', '.join(machine_names())}) or "

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpointing.step_files import MOST_ITERATIONS
-from megatron_lite.config.checks import InputError, Values, input_faults, parse_object
+from megatron_lite.config.checks import InputError, Values, input_faults, parse_object, shown
 from megatron_lite.config.input_file import crafted, input_size, open_input, read_input
 from megatron_lite.config.run_flags import Parser
 from megatron_lite.config.units import GIB
@@ -57,7 +57,8 @@ class RunRecord:
     rows: by iteration, ascending, the values of COLUMNS. None is a gap.
     logged: by name ("validation", "test") the loss that the log has, by iteration.
     events: (iteration, kind, text) of each event.
-    summary: the figures of the whole run from the file beside the metrics.
+    summary: the figures of the whole run from the file beside the metrics. machine: the name of the
+        machine for which its time was predicted.
     notices: what could not be read. written: when the metrics were last written, since 1970.
     """
 
@@ -66,6 +67,7 @@ class RunRecord:
     logged: dict[str, dict[int, float]] = field(default_factory=dict)
     events: dict[tuple[int, str, str], None] = field(default_factory=dict)
     summary: dict[str, float] = field(default_factory=dict)
+    machine: str | None = None
     notices: list[str] = field(default_factory=list)
     written: float = 0.0
 
@@ -97,6 +99,7 @@ def read_run(paths: Sequence[str]) -> RunRecord:
         except ValueError:
             run.notices.append(f"{path.name} is no summary of a run")
         else:
+            run.machine = values.get("machine")
             run.summary = {
                 name: value
                 for name, given in values.items()
@@ -133,7 +136,7 @@ def figure(value: object) -> float | None:
 
 
 def _metrics_and_logs(paths: Sequence[str]) -> tuple[Path, list[Path]]:
-    shown, metrics, logs = ", ".join(paths), set(), set()
+    named, metrics, logs = ", ".join(paths), set(), set()
     for path in map(Path, paths):
         if not path.exists():
             raise InputError(
@@ -147,12 +150,12 @@ def _metrics_and_logs(paths: Sequence[str]) -> tuple[Path, list[Path]]:
                 metrics.add(file)
     if not metrics:
         raise InputError(
-            f"{shown}: no metrics of a run: a run with --metrics-jsonl FILE writes them, one JSON "
+            f"{named}: no metrics of a run: a run with --metrics-jsonl FILE writes them, one JSON "
             "object with an iteration and a lm_loss per line; give that file, or its folder"
         )
     if len(metrics) > 1:
         raise InputError(
-            f"{shown}: the metrics of several runs ({', '.join(map(str, sorted(metrics)[:4]))}): "
+            f"{named}: the metrics of several runs ({', '.join(map(str, sorted(metrics)[:4]))}): "
             "give one of these files, or the folder of one run"
         )
     return metrics.pop(), sorted(logs)
@@ -369,7 +372,13 @@ def _calibrate(run: RunRecord, machine: str, file: str) -> None:
             f"--calibration {file}: the run {run.name} has no predicted and measured step time: "
             "train it with --machine, and at least 3 steps"
         )
-    known = load_hardware(file if os.path.exists(file) else machine)
+    known = load_hardware(machine)
+    if run.machine not in (None, known.name):
+        raise InputError(
+            f"--calibration {machine}: the time of the run {run.name} was predicted for "
+            f"{shown(run.machine)}: give that machine"
+        )
+    known = load_hardware(file) if os.path.exists(file) else known
     pace *= measured / predicted  # before, it is that of the machine of the run's flags
     band = LEAST_BAND if known.pace == 1.0 else max(LEAST_BAND, abs(pace / known.pace - 1.0))
     band = known.band if pace == known.pace else band  # the file has this run already

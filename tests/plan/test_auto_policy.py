@@ -51,8 +51,9 @@ EXPERTS = dict(
         (PP2, 8, EXPERT_ACTIONS, EXPERTS),
         ({}, 16, TILE_ACTIONS, {}),
         (PP2, 8, REGION_ACTIONS, {}),
+        ({}, 2, REGION_ACTIONS, dict(window_size=(255, 0), window_attn_skip_freq=3)),
     ],
-    ids=["p1", "a dense layer before experts", "tiles", "p2"],
+    ids=["p1", "a dense layer before experts", "tiles", "p2", "windows"],
 )
 def test_no_policy_of_regions_or_units_by_layer_is_faster(parallel, micro, actions, model):
     """Every assignment of four actions to the layers is tried, in any order and on both ranks."""
@@ -74,8 +75,7 @@ def test_no_policy_of_regions_or_units_by_layer_is_faster(parallel, micro, actio
         chosen = run.with_policy(choose_policy(config, H100, budget, num_ranks))
         assert chosen.peak.num_bytes <= budget
         fastest = min(seconds for held, seconds in measured if held <= budget)
-        # The space beside the activations is an estimate, so the choice may miss a mix by a hair.
-        assert chosen.time.seconds <= fastest * 1.05
+        assert chosen.time.seconds <= fastest * 1.005
 
 
 def test_host_memory_is_used_only_where_it_is_allowed():

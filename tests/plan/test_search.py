@@ -26,14 +26,10 @@ GIB = 2**30
 
 WIDE = small_run(layers=6, batch=32, hidden_size=2048, vocab_size=63999)
 LONG = small_run(batch=16, max_position_embeddings=65536, seq_length=65536)
+GATED = dict(swiglu=True, add_bias_linear=False)
+NARROW = small_run(layers=3, batch=1, hidden_size=2048, vocab_size=50257, seq_length=512, **GATED)
 SPREAD = small_run(
-    layers=2,
-    batch=4,
-    swiglu=True,
-    add_bias_linear=False,
-    num_experts=8,
-    moe_router_topk=2,
-    moe_ffn_hidden_size=512,
+    layers=2, batch=4, **GATED, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=512
 )
 
 
@@ -45,8 +41,9 @@ SPREAD = small_run(
         (LONG, 2, dict(tensor_model_parallel_size=1, micro_batch_size=1), 4),
         (SPREAD, 4, dict(micro_batch_size=1, pipeline_model_parallel_size=1), 1),
         (SMALL.base, 4, dict(micro_batch_size=4), 3),
+        (NARROW, 4, {}, 60),
     ],
-    ids=["3 stages", "2 stages", "a long sequence", "experts", "4 ranks"],
+    ids=["3 stages", "2 stages", "long", "experts", "4 ranks", "no SP"],
 )
 def test_nothing_that_is_searched_is_faster_than_the_first_plan(run, num_ranks, fixed, limit):
     """Every cut of every layout, with every loss chunk and both wrappings, is fitted in full,
@@ -65,9 +62,9 @@ def test_nothing_that_is_searched_is_faster_than_the_first_plan(run, num_ranks, 
         chosen = search.fit(config, limit * GIB)
         if chosen.peak.fits(limit * GIB):
             times.append(search.time(chosen.config).seconds)
-    assert len({*left}) == len(left) >= len(times) >= 8
+    assert len({*left}) == len(left) >= len(times) >= 4
     ways = {(one.parallel.cp_comm_type, one.parallel.spreads_experts) for one in left}
-    assert len(ways) == 3 if run is LONG else len(ways) == 1 + (run is SPREAD)
+    assert len(ways) == 3 if run in (LONG, NARROW) else len(ways) == 1 + (run is SPREAD)
     best = search.find(limit * GIB).plans[0]
     assert best.peak.num_bytes <= limit * GIB
     # A simpler layout wins if it is less than a handicap slower.
@@ -114,10 +111,12 @@ def test_a_pipeline_may_have_any_number_of_stages(layers):
             assert len(held) == size and sum(held) == layers and min(held) > 0
 
 
-@pytest.mark.parametrize(("layers", "cut"), [(7, [3, 2, 2]), (16, [3, 9, 4])])
-def test_the_ends_of_a_pipeline_may_have_more_or_far_fewer_layers(layers, cut):
+@pytest.mark.parametrize(
+    "layers, cut, ids", [(7, [3, 2, 2], 50257), (16, [3, 9, 4], 50257), (9, [4, 4, 1], 255999)]
+)
+def test_the_ends_of_a_pipeline_may_have_more_or_far_fewer_layers(layers, cut, ids):
     fixed = {PIPELINE: 3, MICRO_BATCH: 1}
-    run = small_run(layers=layers, vocab_size=50257, batch=4)
+    run = small_run(layers=layers, vocab_size=ids, batch=4)
     problem = Problem(run, H100, {**fixed, "use_torch_fsdp2": False}, num_ranks=3)
     (first, *_) = layouts(problem)
     cuts = [[one.num_layers for one in config.stages()] for config in recuts(problem, first)]
