@@ -148,10 +148,11 @@ class Settings:
             "its value there"
         )
 
-    def every(self, step: Any, where: str) -> str:
-        """Returns the rule that makes every step-th layer a unit: the last of each `step` layers.
+    def every(self, step: Any, where: str, *, from_first: bool = False) -> str:
+        """Returns the rule that makes one of each `step` layers a unit: the last, as the counters
+        of most systems do, or the first.
 
-        The original systems count alike. step: a number, maybe as text.
+        step: a number, maybe as text.
         """
         number = int(step) if isinstance(step, str) and STEP.fullmatch(step) else step
         self.require(
@@ -160,6 +161,8 @@ class Settings:
         )
         if number == 1:
             return WHOLE_LAYERS
+        if from_first:
+            return f"every-{number}:full"
         rule = f"every-{number}+{number - 1}:full"
         self.note(f"{rule} is for stages of {number} layers or more: others refuse it")
         return rule

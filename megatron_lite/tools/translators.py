@@ -7,10 +7,11 @@ wrong type. `docs/coming-from.md` has a table for each system; the command is
 `tools/translate_recompute.py`.
 
 Each system has tables of the keys that are read, and a function that makes rules of their values.
-Two things hold for all systems. "Every n-th layer" begins with the n-th layer: n = 2 selects layers
-1, 3, 5 of a stage, by their number from 0. torchtune, torchtitan and Modalities count calls with
-one counter per process instead, which continues in a second model. And a replay always draws the
-dropout masks of its forward, even if the original would not restore the generators.
+"Every n-th layer" begins with the n-th layer: n = 2 selects layers 1, 3, 5 of a stage, by their
+number from 0. torchtune, torchtitan and Modalities count calls with one counter per process
+instead, which continues in a second model. transformers alone begins with the first layer. A replay
+always draws the dropout masks of its forward, even if the original would not restore the
+generators.
 """
 
 import re
@@ -356,7 +357,7 @@ def from_hf(found: Settings) -> Found:
     if "disk" in f"{mode} {offload}":
         found.note("offloading to a disk has no counterpart: host memory takes its place")
     every = found.given.get("every_n_layers", 1)
-    rule = found.every(every, "every_n_layers") if mode else NOTHING
+    rule = found.every(every, "every_n_layers", from_first=True) if mode else NOTHING
     return _on_the_host(rule) if mode in OFFLOADING or offload else [rule], []
 
 
