@@ -24,7 +24,7 @@ RELEVANT = re.compile(
     r"|checkpoint_?(activation|in_cpu)|gradient_?checkpoint"
     r"|(selective|contiguous|partition(ed)?|cpu)_checkpoint|partition_activation"
     r"|(?<!p)recompute|(^|_)remat|offload|reshard"
-    r"|shard(ed|ing)?_layers|wrap(?!ped)|memory_budget|^compile$",
+    r"|shard(ed|ing)?_layers|wrap(?!ped)|memory_budget|^(enable_)?compile$",
     re.IGNORECASE,
 )
 # Values that turn a feature off, and the usual ones of resharding, as texts.

@@ -325,15 +325,16 @@ def _of_classes(found: Settings, names: Sequence[Any]) -> str:
 # --- Trainer, TRL, axolotl, accelerate and NeMo Automodel ---
 
 OFFLOADING = ("offload", "offload_disk", "unsloth")
-MODE = Key((bool, *OFFLOADING, None), "gradient_checkpointing")
+MODE = Key((bool, WHOLE, SELECTIVE, *OFFLOADING, None), "gradient_checkpointing")
+FSDP = Key((bool, None), "fsdp")
 HF = {
     "gradient_checkpointing": MODE,
     "activation_checkpointing": MODE,
-    "fsdp_activation_checkpointing": MODE,
+    "fsdp_activation_checkpointing": FSDP,
     "gradient_checkpointing_kwargs": PARAMETERS,
     "activation_checkpointing_kwargs": PARAMETERS,
     "every_n_layers": NUMBER,
-    "activation_offloading": Key((bool, "legacy", "disk", None), "offload"),
+    "activation_offloading": Key((bool, "legacy", "disk", None), "all offload"),
 }
 HF_KWARGS = {
     "every_n_layers": NUMBER,
@@ -349,16 +350,44 @@ def from_hf(found: Settings) -> Found:
     """Translates the keys of Trainer, TRL, axolotl and NeMo Automodel on activation checkpointing.
 
     The keys may be at any place of the file. The flags also hold for other people's models:
-    `api.apply_policy_` takes the text of the policy. Offloading moves what a layer keeps to host
-    memory, whether the layer is rebuilt or not.
+    `api.apply_policy_` takes the text of the policy. `activation_offloading` moves what every layer
+    keeps to host memory, and the kwarg `offload` that of the layers that are rebuilt. The kwargs
+    count with the Trainer's own switch, not with FSDP's.
     """
     found.require(bool(found.read), f"there is no gradient_checkpointing, {SILENT}")
-    mode, offload = found.given.get(MODE.name), found.given.get("offload")
-    if "disk" in f"{mode} {offload}":
+    for _, section in everything(found.config):
+        for end in ("", "_kwargs") if isinstance(section, Mapping) else ():
+            new, old = (section.get(f"{name}{end}") for name in (SECTION, MODE.name))
+            found.require(
+                None in (new, old) or new == old,
+                f"{SECTION}{end} {shown(new)} and {MODE.name}{end} {shown(old)} contradict each "
+                "other: leave one of them out",
+            )
+    given = found.given.get
+    mode, everywhere = given(MODE.name), given("all offload")
+    found.require(
+        not (mode and given("fsdp")),
+        "activation_checkpointing of fsdp_config and of the training arguments are both true, "
+        "which the Trainer refuses: leave one of them out",
+    )
+    found.require(
+        not everywhere or any(place.endswith("_checkpointing") for place in found.read),
+        "activation_offloading needs gradient_checkpointing, true or false, beside it: TRL's "
+        "default is true, and that of others false",
+    )
+    for name in ("every_n_layers", "offload"):
+        if name in found.given and mode in (None, SELECTIVE):
+            found.note(f"{name} has no meaning without activation_checkpointing true")
+    if "disk" in f"{mode} {everywhere}":
         found.note("offloading to a disk has no counterpart: host memory takes its place")
-    every = found.given.get("every_n_layers", 1)
-    rule = found.every(every, "every_n_layers", from_first=True) if mode else NOTHING
-    return _on_the_host(rule) if mode in OFFLOADING or offload else [rule], []
+    rule = WHOLE_LAYERS if given("fsdp") else NOTHING
+    if mode == SELECTIVE:
+        rule = _operators([*OPERATORS, ROUTER])
+    elif mode:
+        rule = found.every(given("every_n_layers", 1), "every_n_layers", from_first=True)
+    if mode in OFFLOADING or everywhere:
+        return _on_the_host(rule), []
+    return [rule + "@host" * bool(mode and given("offload"))], []
 
 
 # --- all systems ---
@@ -438,6 +467,7 @@ SYSTEMS = {
         from_hf,
         [
             Table(r"(.+\.)?(gradient|activation)_checkpointing_kwargs", HF_KWARGS, ANYWHERE),
+            Table(r"(.+\.)?fsdp_config", {SECTION: FSDP, f"fsdp_{SECTION}": FSDP}),
             Table(ANYWHERE, HF),
         ],
         rf"(\w+\.)*({_marked(HF, SECTION)})=|(\w+\.)*{SECTION}=\w",

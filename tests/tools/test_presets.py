@@ -120,6 +120,14 @@ PARTS = [
         "*:full",
         "zero_optimization.offload_param",
     ),
+    (
+        "hf",
+        "activation_checkpointing_kwargs: {every_n_layers: 2, offload: true}, a: {enable_compile: "
+        "true, fsdp_config: {activation_checkpointing: true}}",
+        "*:full",
+        "every_n_layers offload a.enable_compile",
+    ),
+    ("hf", "activation_checkpointing: selective", f"{OPS}+router", ""),
     ("deepspeed", '}, "a\\nb": {offload%s: 1' % ("x" * 120), "*:full", "'a\\nb.offload"),
 ]
 
@@ -256,6 +264,8 @@ REFUSED = [
     ("modalities", LAYER + "{freq: 2}", "unknown key 'freq' (known: ac_freq, save_ops_keys)"),
     ("modalities", OP + "{save_ops_keys: [ops.aten.addmm.default]}", "ops.aten.addmm"),
     ("modalities", f"a: {{{VARIANT}}}, b: {{{LAYER}{{}}}}", "leave one of them out"),
+    ("hf", "activation_checkpointing: false, gradient_checkpointing: true", "leave one"),
+    ("hf", "activation_offloading: true", "needs gradient_checkpointing"),
     ("deepspeed", "partition_activations: true", "(got 1): give --tp N"),
     ("oslo", "enable: true}, tensor_parallel_size: 4, a: {", "size is 4 and 2: leave one"),
 ]
