@@ -99,11 +99,10 @@ def _of_mode(found: Settings, mode: str, key: str, default: object = None) -> st
         if option is not None:
             found.note(f"{key} has no meaning with mode {mode}")
         return WHOLE_LAYERS if mode == WHOLE else NOTHING
+    option = default if option is None else option
     if option == "op":
         return _operators(OPERATORS)
-    return found.every(
-        default if option is None else option, f"{key} of selective must be 'op', or it"
-    )
+    return found.every(option, f"{key} of selective must be 'op', or it")
 
 
 def _on_the_host(rule: str) -> list[str]:
@@ -120,10 +119,10 @@ def _operators(keys: Container[str]) -> str:
 
 # --- torchtitan ---
 
-TITAN_TABLE = "activation_checkpoint"
+TITAN_TABLE, OPTION = "activation_checkpoint", "selective_ac_option"
 TORCHTITAN = {
     "mode": Key((NONE, WHOLE, SELECTIVE, BUDGET)),
-    "selective_ac_option": Key((int, str)),
+    OPTION: Key((int, str)),
     **dict.fromkeys(
         ("per_op_sac_force_recompute_mm_shapes_by_fqns", "force_recompute_mm_shapes_by_fqns"),
         Key((list,), note="ops(...) tells operators apart, not their shapes"),
@@ -144,11 +143,11 @@ TORCHTITAN = {
 def from_torchtitan(found: Settings) -> Found:
     """Translates the table `activation_checkpoint` of a job config.
 
-    The default of `mode` is selective, and the default option is every 2nd layer. A whole file
-    without the table means torchtitan's defaults. `selective_ac_option` 'op' keeps every second
-    matmul. torchtitan counts aten.mm alone, so it always rebuilds a linear with a bias; here every
-    matmul counts. `memory_budget` needs the table `compile` with `enable`. Here it also compiles
-    each layer, see training/build_trainer.py.
+    The default of `mode` is selective, and the default option is every 2nd layer, up to version
+    0.2; later versions have 'op' alone. A whole file without the table means torchtitan's defaults.
+    `selective_ac_option` 'op' keeps every second matmul. torchtitan counts aten.mm alone, so it
+    always rebuilds a linear with a bias; here every matmul counts. `memory_budget` needs the table
+    `compile` with `enable`. Here it also compiles each layer, see training/build_trainer.py.
     """
     if TITAN_TABLE not in found.read:
         is_whole = "torchtitan" in systems_of(found.config)
@@ -158,11 +157,16 @@ def from_torchtitan(found: Settings) -> Found:
     if mode != BUDGET:
         if BUDGET in found.given:
             found.note(f"memory_budget has no counterpart: it has no meaning with mode {mode}")
-        return [_of_mode(found, mode, "selective_ac_option", 2)], []
+        default: object = 2
+        if "force_recompute_mm_shapes_by_fqns" in found.given:  # from version 0.3 on
+            default = "op"
+        elif mode == SELECTIVE and OPTION not in found.given:
+            found.note(f"{OPTION} is not given: 2 up to version 0.2, but 'op' from 0.3 on")
+        return [_of_mode(found, mode, OPTION, default)], []
     found.require(
-        "compiled" in found.given,
-        "mode memory_budget needs the table compile with enable true: the budget is "
-        "torch.compile's",
+        "compiled" in found.given and "model" in found.given.get("components", ["model"]),
+        "mode memory_budget needs the table compile with enable true, and model in its components: "
+        "the budget is torch.compile's",
     )
     found.require(0 <= budget <= 1, f"memory_budget must be from 0 to 1 (got {shown(budget)})")
     found.read.add("compile")
@@ -423,7 +427,7 @@ SYSTEMS = {
         from_torchtitan,
         [
             Table(TITAN_TABLE, TORCHTITAN, ANYWHERE),
-            Table("compile", {"enable": Key(name="compiled")}),
+            Table("compile", {"enable": Key(name="compiled"), "components": Key((list,))}),
             Table("", {TITAN_TABLE: Key((dict,))}),
         ],
         rf"({TITAN_TABLE}|job)=$",

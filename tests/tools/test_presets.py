@@ -36,7 +36,7 @@ WRAPPED = "--use-torch-fsdp2 --fsdp-memory-efficient-wrapping"
 ENABLE = "enable_activation_checkpointing: true"
 # What stands around the part of a config that a row below has.
 AROUND = {
-    "torchtitan": "{activation_checkpoint: {%s}, compile: {enable: true}}",
+    "torchtitan": "{compile: {enable: true}, activation_checkpoint: {%s}}",
     "deepspeed": "{activation_checkpointing: {%s}, train_batch_size: 8}",
     "oslo": "{activation_checkpointing: {%s}}",
 }
@@ -85,8 +85,9 @@ PARTS = [
         "torchtitan",
         "early_stop: true, preserve_rng_state: false, determinism_check: throw, debug: true",
         "every-2+1:full",
-        "early_stop determinism_check debug every-2 compile",
+        "early_stop determinism_check debug selective_ac_option every-2 compile",
     ),
+    ("torchtitan", "force_recompute_mm_shapes_by_fqns: [a]", OPS, "force compile"),
     ("modalities", OP + "{save_ops_keys: [ops.aten.topk.default]}", "*:full+router", ""),
     ("modalities", OP + f"{{save_ops_keys: [{', '.join(OPERATORS)}]}}", OPS, ""),
     (
@@ -155,7 +156,7 @@ FILES = [
         "parallelism.fsdp_reshard_after_forward compile",
     ),
     ("torchtitan_budget.toml", "", "--torch-compile --activation-memory-budget 0.25", ""),
-    ("torchtitan_default.toml", "", "every-2+1:full", "the every-2"),
+    ("torchtitan_default.toml", "", "every-2+1:full", "the selective_ac_option every-2"),
     ("torchtune_full.yaml", "", f"'*:full@host' {WRAPPED}", ""),
     ("torchtune_selective.yaml", "", "every-3+2:full", "every-3 compile fsdp_cpu_offload"),
     ("torchtune_grpo.yaml", "", "'*:full'", ""),
@@ -260,6 +261,7 @@ REFUSED = [
     ("torchtune", "ac_mode: '${ac_mode}'", "ac_mode is '${ac_mode}', which the file does"),
     ("torchtune", "ac_mode: '${a.b}', a: {c: 1}", "does not resolve: write its value there"),
     ("torchtitan", "mode: memory_budget, memory_budget: .nan", "(got nan)"),
+    ("torchtitan", "mode: memory_budget}, compile: {enable: true, components: [loss]", "model in"),
     ("torchtitan", f"selective_ac_option: '{'9' * 5000}'", "must be 'op', or it must be"),
     ("modalities", LAYER + "{freq: 2}", "unknown key 'freq' (known: ac_freq, save_ops_keys)"),
     ("modalities", OP + "{save_ops_keys: [ops.aten.addmm.default]}", "ops.aten.addmm"),
