@@ -46,10 +46,10 @@ OF_LATENTS = {*settings_of(LatentSettings), *settings_of(RotarySettings)} & ONLY
 SHARED = [name for name in MODEL_FIELDS if name not in NOT_TAKEN and name not in ONLY_HERE]
 # tables.json: the names of older releases (`names`) and of TE's fused norms (`norms`), in the order
 # in which they are replaced; the `order` of a layer's modules, which numbers the optimizer states;
-# the arguments that make a model another one (`variants`), with the values besides None and False
-# for which they do not, unless ModelConfig has them as a field; `older` spellings of arguments; and
-# values of files that are written. The run that loads a `schedule` takes its own with
-# --override-opt_param-scheduler.
+# the arguments that make a model another one (`variants`), beside the fields of Variants, with the
+# values besides None and False for which they do not, unless Megatron-LM has them for the model;
+# `older` spellings of arguments; and values of files that are written. The run that loads a
+# `schedule` takes its own with --override-opt_param-scheduler.
 TABLES = parse_json(Path(__file__).with_name("tables.json").read_text())
 VOCAB_MULTIPLE = 128  # --make-vocab-size-divisible-by, its default in Megatron-LM
 ADAM, MASTER = ("exp_avg", "exp_avg_sq"), "master"
@@ -90,12 +90,14 @@ def model_of(args: Values, where: str) -> ModelConfig:
     Raises InputError if this project has no such model; it names the argument.
     """
     names = shared(args.get(LATENT))
-    for name, neutral in TABLES["variants"].items():
+    ours = {name: (one.default,) for name, one in settings_of(Variants).items()}
+    for name, neutral in (ours | TABLES["variants"]).items():
         value = args.get(name)
         if name not in names and value not in (None, False, *neutral):
+            reason = REFUSED.get(flag(name), "it changes the model, and no conversion reads it")
             raise InputError(
                 f"{where}: was trained with {name} = {quoted(value)}, which cannot be converted: "
-                f"{REFUSED.get(flag(name), 'this project has no such layer').partition(';')[0]}"
+                f"{reason.partition(';')[0]}"
             )
     # Spellings and forms of older releases count where the newer ones are missing.
     values = {name: args.get(older) for name, older in TABLES["older"].items()}
