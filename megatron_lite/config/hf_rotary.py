@@ -88,8 +88,18 @@ class Rotary(NamedTuple):
             raise ValueError("rope_parameters is missing")
         local = {}
         if {FULL, SLIDING} & new.keys():
+            if self.form != "by layer":
+                raise ValueError(
+                    f"rope_parameters has {FULL} or {SLIDING}, and transformers reads no such "
+                    "objects in this family: write one object for all layers"
+                )
             of_layers = Config(new)
             new, local = of_layers.object(FULL), of_layers.object(SLIDING)
+        elif self.form == "by layer" and new:
+            raise ValueError(
+                f"rope_parameters must have the objects {FULL} and {SLIDING} in this family: "
+                "transformers ignores other keys"
+            )
         elif self.form == "by layer" and not self.local and base != self.default_base:
             raise ValueError(
                 f"{self.base} outside of rope_parameters is that of some layers only in this family"
@@ -184,6 +194,8 @@ class Rotary(NamedTuple):
                 found |= {self.local: local["rope_theta"]} if self.local else {}
             by_layer = self.form == "by layer"
             found["rope_parameters"] = {FULL: one, SLIDING: local} if by_layer else one
+            if by_layer and self.default_local and not self.local:
+                del found["rope_scaling"]  # transformers would read it in place of the objects
         return found
 
 

@@ -206,7 +206,7 @@ def test_every_spelling_of_a_rotary_embedding_is_read(values):
 def test_the_length_that_counts_is_that_of_transformers(family, outside, counts):
     """The one inside of the object counts where there is one for each kind of layer."""
     key, inside = "original_max_position_embeddings", {"rope_type": "yarn", "factor": 4.0}
-    rotary = {"model_type": family, key: outside, "rope_parameters": {**inside, key: 8}}
+    rotary = {"model_type": family, key: outside, "rope_scaling": {**inside, key: 8}}
     assert from_hf(changed(LLAMA_3_8B, **rotary)).fields[key] == counts
 
 
