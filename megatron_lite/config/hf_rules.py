@@ -181,6 +181,8 @@ class Windows(NamedTuple):
         window = model.window_size
         have = [model.layer_window(layer) is not None for layer in range(model.num_layers)]
         found: Values = {"sliding_window": None if window is None else window[0] + 1}
+        if window is None and self.without and not self.rotates:
+            found["sliding_window"] = model.max_position_embeddings  # transformers needs a number
         if self.switched:
             found["use_sliding_window"] = any(have)
         if self.layers == FIRST:

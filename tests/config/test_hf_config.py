@@ -97,6 +97,12 @@ def test_an_older_name_of_attention_without_a_window_is_understood():
         from_hf({**HYBRID, "layer_types": [kind] * 32}) for kind in ("attention", "full_attention")
     )
     assert older == newer and older.inexact == ()
+    assert to_hf(ModelConfig(**newer.fields), 61)["model_type"] == "granite"  # the plain one
+
+
+def test_gemma2_without_windows_has_a_number_for_them():
+    plain = dict(SMALL, model_type="gemma2", layer_types=["full_attention"] * 4)
+    assert to_hf(ModelConfig(**from_hf(plain).fields), 61, "gemma2")["sliding_window"] == 16384
 
 
 SMOLLM3 = changed(
