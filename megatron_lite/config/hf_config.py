@@ -33,7 +33,7 @@ from typing import Any
 from . import hf_rotary, hf_rules
 from .checks import InputError, Values, as_whole, flag, parse_json, quoted, shown
 from .hf_rotary import LENGTH, OF_RULE
-from .hf_rules import REQUIRED, Config
+from .hf_rules import MOST_SIZE, REQUIRED, Config
 from .input_file import read_json
 from .known_models import KnownModel
 from .model import SWITCHED_ACTIVATIONS, ModelConfig
@@ -55,6 +55,7 @@ FAMILIES = {name: _family(row) for name, row in DATA["families"].items()}
 REASONS = {name: reason for reason, names in DATA["refused"].items() for name in names.split()}
 CONFIG = "config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+LEAST = 1e-9  # of a number that is raised to a power
 MOST_IDS = 64  # of one key: some models have several ends of a text
 # Keys that say nothing about the model, besides those that begin with _.
 NEUTRAL = frozenset(DATA["neutral"])
@@ -116,11 +117,9 @@ def from_hf(config: Any) -> KnownModel:
         is_false = value is None and key in config and True in only["values"]
         if is_false or value not in only["values"]:
             raise ValueError(f"{key} {quoted(value)} has no counterpart: {only['reason']}")
-    vocab_size = reader.value("vocab_size", int, REQUIRED)
-    if vocab_size < 1:
-        raise ValueError(f"vocab_size must be at least 1 (got {vocab_size})")
-    size = reader.value("head_dim", int, None)
-    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    vocab_size = as_whole(reader.get("vocab_size"), "vocab_size", 1, MOST_SIZE)
+    hidden = as_whole(fields["hidden_size"], "hidden_size", 1, MOST_SIZE)
+    size, heads = reader.value("head_dim", int, None), fields["num_attention_heads"]
     has_no_field = {"kv_channels", "kv_lora_rank"}.isdisjoint(fields)
     if has_no_field and size is not None and size * heads != hidden:
         raise ValueError(
@@ -152,8 +151,8 @@ def _field_of(reader: Config, key: str, row: Values) -> Any:
     null = {"null": row["null"]} if "null" in row else {}
     value = reader.value(key, TYPES[row["type"]], row.get("default", REQUIRED), **null)
     if "power" in row:
-        if value <= 0:
-            raise ValueError(f"{key} must be above 0 (got {value})")
+        if value < LEAST:
+            raise ValueError(f"{key} must be at least {LEAST} (got {value})")
         return value ** row["power"]
     if "values" not in row:
         return not value if row.get("inverted") else value

@@ -209,7 +209,7 @@ class Unrotated(NamedTuple):
             raise ValueError(f"no_rope_layer_interval must be at least 1 (got {interval})")
         if given is None:
             given = [int((layer + 1) % interval != 0) for layer in range(number)]
-        if not isinstance(given, list) or len(given) != number or not set(given) <= {0, 1}:
+        if not isinstance(given, list) or [one in (0, 1) for one in given] != [True] * number:
             raise ValueError(
                 f"no_rope_layers must have a 0 or a 1 for each of {number} layers (got "
                 f"{quoted(given)})"
