@@ -49,6 +49,7 @@ def complete_folder(target: Path) -> Iterator[Path]:
     """
     check_absent(target)
     folder = target.with_name(f"{target.name}{SUFFIX}-{secrets.token_hex(4)}")
+    made = [parent for parent in target.parents if not parent.exists()]  # the innermost first
     with naming(f"--save {target}"):
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_left(target)
@@ -67,6 +68,9 @@ def complete_folder(target: Path) -> Iterator[Path]:
                 sync(target.parent)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # others may have written there
+                for parent in made:
+                    parent.rmdir()
             raise
 
 

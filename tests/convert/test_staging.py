@@ -23,8 +23,8 @@ def test_a_complete_folder_has_the_files_and_no_others(tmp_path):
         complete_folder(target),
     ):
         raise OSError(28, "No space left on device")
-    assert list(target.parent.iterdir()) == []
-    target.mkdir()
+    assert list(tmp_path.iterdir()) == []
+    target.mkdir(parents=True)
     with complete_folder(target) as folder:
         (folder / "inner").mkdir()
         (folder / "inner" / "file").write_text("text")
