@@ -96,14 +96,21 @@ def source(path: Path) -> WeightSource:
     family = mapped.family
     with input_faults(f"{path / CONFIG}: "):
         model = ModelConfig(**mapped.exact_fields(path / CONFIG))
-    found: dict[str, TensorInFile] = {}
+    found: list[tuple[str, TensorInFile]] = []
     for file in _weight_files(path):
         with naming(file):
             opened = open_tensors(file)
             for name in opened.keys():  # noqa: SIM118, no mapping
-                found[name] = TensorInFile(file, opened.get_slice(name))
-    has_base = any(name.startswith(f"{FAMILIES[family]['base']}.") for name in found)
-    held = {known_name(family, name, has_base=has_base): one for name, one in found.items()}
+                found.append((name, TensorInFile(file, opened.get_slice(name))))
+    has_base = any(name.startswith(f"{FAMILIES[family]['base']}.") for name, _ in found)
+    held: dict[str, TensorInFile] = {}
+    for name, one in found:
+        known = known_name(family, name, has_base=has_base)
+        if held.setdefault(known, one) is not one:
+            raise InputError(
+                f"{one.file}: {name} holds the weight {known}, and so does "
+                f"{held[known].file.name}: remove one of them"
+            )
     check_number("layers", model.num_layers, len(held), path / CONFIG)
     if "*" in str(FAMILIES[family]["layer"]):  # each expert has tensors of its own
         check_number("experts", model.num_experts or 0, len(held), path / CONFIG)

@@ -266,6 +266,13 @@ def test_a_tied_model_whose_head_differs_is_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
+def test_two_tensors_of_one_weight_are_refused(tmp_path):
+    saved_peer("gpt_neox", tmp_path / "theirs")
+    heads = {f"{name}.weight": torch.ones(1) for name in ("lm_head", "embed_out")}
+    rewrite(tmp_path / "theirs", lambda found: found.update(heads))
+    assert "remove one of them" in refusal(tmp_path, "hf theirs -> megatron-lite ours")
+
+
 @pytest.mark.parametrize(
     ("fields", "family", "message"),
     [
