@@ -142,8 +142,14 @@ def from_hf(config: Any) -> KnownModel:
         str(key) for key in config if key not in reader.seen | NEUTRAL and str(key)[:1] != "_"
     ]
     notes = [f"keys that are not read: {shown(', '.join(unread))}"] if unread else []
+    token_ids = token_ids_of(config)
+    notes += [
+        f"{key} {quoted(value)} lies beyond the vocabulary of {vocab_size} ids"
+        for key, value in token_ids.items()
+        if any(one >= vocab_size for one in _ids(value))
+    ]
     inexact = tuple(reader.inexact)
-    return KnownModel(fields, vocab_size, name, inexact, (*inexact, *notes), token_ids_of(config))
+    return KnownModel(fields, vocab_size, name, inexact, (*inexact, *notes), token_ids)
 
 
 def _field_of(reader: Config, key: str, row: Values) -> Any:
@@ -167,6 +173,10 @@ def _rules(family: Values) -> list[Any]:
     return [RULES[name](**facts) for name, facts in family["rules"]]
 
 
+def _ids(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
 def token_ids_of(config: Values) -> Values:
     """Returns the ids of special tokens that a config has: each a number, a list of them or null.
 
@@ -174,7 +184,7 @@ def token_ids_of(config: Values) -> Values:
     """
     found = {key: config[key] for key in TOKEN_IDS if key in config}
     for key, value in found.items():
-        ids = value if isinstance(value, list) else [] if value is None else [value]
+        ids = _ids(value)
         if len(ids) > MOST_IDS:
             raise ValueError(f"{key} must have at most {MOST_IDS} ids (got {len(ids)})")
         for one in ids:

@@ -95,7 +95,9 @@ class Biases(NamedTuple):
         attention, mlp = (config.value(key, bool, self.default) for key in keys)
         if mlp and not attention:
             raise ValueError("mlp_bias True with attention_bias False: an MLP has no bias alone")
-        fields |= dict(add_bias_linear=mlp, add_qkv_bias=attention, add_proj_bias=attention)
+        # add_bias_linear has those of attention too, and Megatron-LM no add_proj_bias
+        alone = attention and not mlp
+        fields |= dict(add_bias_linear=mlp, add_qkv_bias=attention, add_proj_bias=alone)
 
     def write(self, model: ModelConfig) -> Values:
         return {"attention_bias": model.has_proj_bias, "mlp_bias": model.add_bias_linear}

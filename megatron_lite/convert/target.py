@@ -33,6 +33,7 @@ MARK = b"megatron_lite: this folder belongs to a conversion, and the next one re
 def check_absent(target: Path) -> None:
     """Raises InputError if the target exists already and is no empty folder."""
     is_empty = target.is_dir() and not target.is_symlink() and not any(target.iterdir())
+    is_empty &= target.name != ""  # the current folder, which a conversion cannot replace
     if os.path.lexists(target) and not is_empty:
         raise InputError(
             f"--save {target} exists already, and a conversion replaces nothing: choose another "

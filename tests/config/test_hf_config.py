@@ -117,11 +117,12 @@ def test_an_interval_of_unrotated_layers_need_not_divide_the_layers():
 
 def test_what_changes_no_size_becomes_a_note():
     scaled = changed(LLAMA_3_8B, rope_scaling={"rope_type": "dynamic", "factor": 8.0}, new_key=1)
-    model = from_hf(scaled)
-    scaling, unread = model.notes
+    model = from_hf({**scaled, "eos_token_id": [7, 128256]})
+    scaling, unread, beyond = model.notes
     assert (
         "rope_scaling 'dynamic', which depends on the length" in scaling
         and "not read: new_key" in unread
+        and "eos_token_id [7, 128256] lies" in beyond
     )
     assert model.inexact == (scaling,)
 
@@ -222,6 +223,11 @@ def test_the_length_that_counts_is_that_of_transformers(family, outside, counts)
 def test_a_number_that_no_model_has_is_refused(key, value):
     with pytest.raises(ValueError, match=f"{key} must be at most"):
         from_hf({**SMALL, "model_type": "llama", key: value})
+
+
+def test_biases_everywhere_are_one_setting():
+    config = changed(LLAMA_3_8B, attention_bias=True, mlp_bias=True)
+    assert not from_hf(config).fields["add_proj_bias"]
 
 
 def test_a_missing_file_is_named_with_what_to_do(tmp_path):

@@ -285,7 +285,6 @@ def test_arguments_of_older_releases_are_read(tmp_path):
         (dict(num_experts=8), r"lacks decoder\.layers\.0\.mlp\.experts"),
         (dict(moe_latent_size=8, num_experts=8), "moe_latent_size = 8"),
         (dict(softmax_scale=0.5), "softmax_scale = 0.5"),
-        (dict(scale_emb=12), "scale_emb = 12"),
         (dict(use_mup=True), "use_mup = True, which cannot be converted: muP"),
         (dict(num_layers=None), "missing field num_layers"),
         (dict(num_layers=2**40), "num-layers"),
