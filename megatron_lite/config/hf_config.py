@@ -22,7 +22,8 @@ A key has the field, its type, the default that transformers takes if it is miss
 be there) and, if it differs, for null. `inverted`: the field is the opposite of the key. `values`:
 the field's value for each of the key's. `power`: the field is that power of the key. `written`: the
 property of the model that is written for the field. Keys of one field must have one value. A family
-that is `like` another one names what differs; null takes an entry out.
+that is `like` another one names what differs; null takes an entry out. `also` has values without
+which transformers does not open an export, and which say nothing about the model.
 """
 
 from dataclasses import asdict
@@ -218,6 +219,7 @@ def to_hf(model: ModelConfig, vocab_size: int, family: str | None = None) -> Val
 def _written(model: ModelConfig, vocab_size: int, name: str) -> Values:
     family = FAMILIES[name]
     config: Values = {"model_type": name, "architectures": [family["architecture"]]}
+    config |= family.get("also", {})
     for key, row in family["keys"].items():
         value = getattr(model, row.get("written", row["field"]))
         if "power" in row:
