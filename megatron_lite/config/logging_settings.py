@@ -19,7 +19,7 @@ class LoggingConfig(Settings):
     peak_tflops_per_gpu: the peak that MFU and HFU divide by. None: a table gives it for the GPU's
         name.
     log_peak_memory: whether a run on a CPU measures the peak of its second step, as a run on a GPU
-        always does. It takes some seconds.
+        always does, or of the next one without --use-pytorch-profiler. It takes some seconds.
     machine: the machine whose figures predict the time of a step: a name of plan/machines/ or a
         file of tools/calibrate.py. None: the GPU's name decides, and nothing is predicted on a CPU.
     memory_timeline: the file for the memory of one micro-batch, operator by operator.
@@ -172,6 +172,10 @@ class ProfilingConfig(Settings):
                 f"--profile-step-end {self.profile_step_end} must be above --profile-step-start "
                 f"{self.profile_step_start}: the iterations between them are profiled"
             )
+
+    def records(self, iteration: int) -> bool:
+        """Returns whether a profiler records the iteration, counted from 1, on any rank."""
+        return self.profile and self.profile_step_start < iteration <= self.profile_step_end
 
     def of_rank(self, rank: int) -> bool:
         """Returns whether a profiler records the global rank `rank`, if the run has a profiler."""

@@ -245,8 +245,8 @@ class Trainer:
         with ExitStack() as around:
             if self.profiler is not None:
                 around.enter_context(self.profiler.step(iteration))
-            if self._num_steps <= 2:
-                look = around.enter_context(self._looks())
+            if self._num_steps <= 2 or (logging.log_peak_memory and self.peak is None):
+                look = around.enter_context(self._looks(iteration))
             if self.slow_ranks is not None:
                 around.enter_context(self.slow_ranks.step(logged=logged))
             masked = None
@@ -332,12 +332,14 @@ class Trainer:
                 self.log.times(self.timers.report(since), iteration)
 
     @contextmanager
-    def _looks(self) -> Iterator[Look | None]:
+    def _looks(self, iteration: int) -> Iterator[Look | None]:
         """Looks at the step within the block. Yields what runs its first micro-batch, if anything.
 
         The first one of this start measures the kept bytes, and compares them with the prediction:
         a difference is a warning in the log, and an error under --recompute-verify. The second one
-        measures its peak and records the memory timeline: its memory is that of all later steps.
+        measures its peak and records the memory timeline: its memory is that of all later steps. On
+        a CPU torch's profiler measures the peak, and crashes inside another recording of its own.
+        Then a later step is measured, the same one on all ranks.
         """
         config, path, look = self.config, self.config.logging.memory_timeline, None
         if self._num_steps == 1 and not config.compiles_layers:
@@ -351,7 +353,9 @@ class Trainer:
             return
         if self._num_steps == 2 and path is not None and self.parallel.rank == 0:
             look = partial(record_step, partial(self.log.attempt, path), path, config)
-        if self._num_steps == 1 or not measures_peak(config, self.parallel.device):
+        traced = config.profiling.use_pytorch_profiler and config.profiling.records(iteration)
+        measured = self._num_steps > 1 and measures_peak(config, self.parallel.device)
+        if not measured or (traced and self.parallel.device.type == "cpu"):
             yield look
             return
         own = own_step_peak(config, self.parallel)

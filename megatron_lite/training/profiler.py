@@ -48,7 +48,7 @@ class Profiler:
     def step(self, iteration: int) -> Iterator[None]:
         """Records the block if this iteration, counted from 1, is one to profile."""
         config = self._config.profiling
-        if self._is_due and config.profile_step_start < iteration <= config.profile_step_end:
+        if self._is_due and config.records(iteration):
             self._is_due = False
             if config.use_pytorch_profiler:
                 recorded = torch.profiler.profile(

@@ -9,7 +9,7 @@ from tests.support.runs import rows, run_to_end, tiny_run
 
 def test_a_trace_holds_the_named_iterations_of_the_named_rank(tmp_path):
     def run(name, **profiling):
-        run_to_end(
+        return run_to_end(
             tiny_run(
                 metrics=tmp_path / name,
                 train_iters=6,
@@ -21,15 +21,17 @@ def test_a_trace_holds_the_named_iterations_of_the_named_rank(tmp_path):
 
     def work(rank, world_size):
         run("without")
-        run(
+        traced = run(
             "with",
+            log_peak_memory=True,
             profile=True,
             use_pytorch_profiler=True,
             pytorch_profiler_collect_shapes=True,
-            profile_step_start=2,
-            profile_step_end=4,
+            profile_step_start=1,
+            profile_step_end=3,
             profile_ranks=(1,),
         )
+        assert traced.peak  # of the first step that is not profiled
 
     run_ranks(work, 2)
     traces = list((tmp_path / "tb" / "torch_profile").iterdir())
