@@ -8,10 +8,9 @@ above, and then in `megatron_lite/training/loop.py`. `megatron-lite train` runs 
 
 from __future__ import annotations
 
-import faulthandler
 import sys
 
-from megatron_lite.parallel.signals import ctrl_c_ends, ctrl_c_raises
+from megatron_lite.parallel.signals import ctrl_c_ends, ctrl_c_raises, open_streams
 
 if __name__ == "__main__":
     ctrl_c_ends()  # the imports below take a second
@@ -22,6 +21,5 @@ __all__ = ["main", "run", "train"]
 
 if __name__ == "__main__":
     ctrl_c_raises()
-    # Prints a stack if a library crashes, or if a data file is truncated during the run (SIGBUS).
-    faulthandler.enable()
+    open_streams()
     sys.exit(main())

@@ -5,14 +5,13 @@ the planner start without torch.
 """
 
 import difflib
-import faulthandler
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
 from megatron_lite import __version__
-from megatron_lite.parallel.signals import ctrl_c_raises, safe_output
+from megatron_lite.parallel.signals import ctrl_c_raises, open_streams, safe_output
 
 # The module whose `main(argv, program)` runs a subcommand and returns the exit status, and what
 # the subcommand does.
@@ -46,8 +45,7 @@ def main(argv: Sequence[str] | None = None, started: str | None = None) -> int:
         print(f"{command}: error: no subcommand {words[0][:80]!r}: {meant}", file=sys.stderr)
         return 2
     if argv is None:
-        # Prints a stack if a library crashes, or if a data file is truncated meanwhile (SIGBUS).
-        faulthandler.enable()
+        open_streams()
     program = f"{command} {words[0]}"
     try:
         run = import_module(f"megatron_lite.{SUBCOMMANDS[words[0]][0]}").main

@@ -34,6 +34,7 @@ from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.data.durable_files import checksum_of, sync, write_synced
 from megatron_lite.parallel.collectives import all_reduce_, gather_values
+from megatron_lite.parallel.messages import print_line
 from megatron_lite.parallel.state import ParallelState
 
 from .directory import SaveDirectory
@@ -141,7 +142,7 @@ class Saver:
             if error is None:
                 raise
             if self._parallel.rank == 0:
-                print(f"the save under way has failed too: {failure}", file=sys.stderr, flush=True)
+                print_line(f"the save under way has failed too: {failure}", sys.stderr)
         finally:
             self._threads.shutdown()
             self.release()

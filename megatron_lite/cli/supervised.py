@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,7 @@ from megatron_lite.training.build_trainer import build_trainer
 from megatron_lite.training.out_of_memory import memory_bytes, memory_limited
 from megatron_lite.training.step import TrainingError
 from megatron_lite.training.summary import arguments_table, ranks_line, short_settings
-from megatron_lite.training.terminal import print_lines
+from megatron_lite.training.terminal import console, print_lines
 
 if TYPE_CHECKING:
     from megatron_lite.supervision.watch import Watch
@@ -95,7 +95,8 @@ def print_start(
     settings = short_settings(config)
     if config.logging.log_style == "megatron":
         settings = [arguments_table(config)]
-    print_lines([*notices, *placed, *settings, ranks_line(parallel)])
+    with suppress(OSError):  # the log warns of it
+        print_lines([*notices, *placed, *settings, ranks_line(parallel)], console())
     return (*notices, *placed)
 
 

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_lite.config.checks import InputError, Values
+from megatron_lite.parallel.messages import print_line
 
 from .durable_files import checksum_of, sync
 
@@ -92,10 +93,8 @@ def kept_arrays(
                 if os.path.lexists(path):
                     return _read(path, fault)
             except Damage as damage:
-                print(
-                    f"warning: the index cache is damaged and is built again: {damage}",
-                    file=sys.stderr,
-                    flush=True,
+                print_line(
+                    f"warning: the index cache is damaged and is built again: {damage}", sys.stderr
                 )
             _write(path, build())
             return _read(path, fault)

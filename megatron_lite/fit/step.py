@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from megatron_lite.parallel.messages import print_line
 from megatron_lite.parallel.torch_internals import has_values, unreduced_gradients
 from megatron_lite.parallel.weights import local_part
 from megatron_lite.recompute.contents import Contents, Part, mapped, sharded, tensors_of
@@ -143,7 +144,7 @@ class Step:
         if time.monotonic() - self._told > PATIENCE and os.environ.get("RANK", "0") == "0":
             self._told = time.monotonic()
             text = f"fit_memory_: run {len(self._shapes)} of the step{where}"
-            print(text, file=sys.stderr, flush=True)
+            print_line(text, sys.stderr)
 
     def _see_inputs(self, module: nn.Module, args: Any, kwargs: Any, *, is_read: bool) -> Any:
         self._is_compiled |= torch.compiler.is_compiling()  # a compiler takes the hook along

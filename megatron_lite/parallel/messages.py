@@ -14,9 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import TextIO
 
 from megatron_lite.config.checks import PeerError
+
+from .signals import flush_output
 
 MOST_NAMED = 8  # more runs of ranks, or ranks with a text, are counted and not named
 # Short work prints nothing. Each wait for the next line is GROWTH times as long as the one before
@@ -51,9 +54,13 @@ def silent_unless(speaks: bool) -> Iterator[None]:
         yield
 
 
-def print_line(line: str) -> None:
-    """Prints a line and flushes it, so that it is visible while the start waits."""
-    print(line, flush=True)
+def print_line(line: str, stream: TextIO | None = None) -> None:
+    """Prints a line and flushes it, so that it is visible while the start waits.
+
+    stream: None is standard output. A full or closed stream loses the line, and the run goes on.
+    """
+    with suppress(OSError):
+        print(line, file=stream, flush=True)
 
 
 def print_fault(message: object, rank: int, *, program: str, always_named: bool = False) -> None:
@@ -63,7 +70,8 @@ def print_fault(message: object, rank: int, *, program: str, always_named: bool 
     """
     name = f"[rank {rank}] " if rank or always_named else ""
     text = f"{program}{': ' if program else ''}{name}error: {message}"
-    print(text, file=sys.stderr, flush=True)
+    print_line(text, sys.stderr)
+    flush_output()  # the program ends: its exit status must be that of the fault
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -99,16 +107,14 @@ def told_if_slow(what: str, say: Callable[[str], object]) -> Iterator[None]:
 
     A thread of its own calls `say`; it has ended when the block has.
     what: names the work, such as "building the model".
+    say: raises no error.
     """
     ended, began, told = threading.Event(), time.monotonic(), threading.Event()
 
     def watch() -> None:
         due = FIRST_AFTER_S
         while not ended.wait(max(0.0, began + due - time.monotonic())):
-            try:
-                say(f"{what}: {time.monotonic() - began:.0f} s so far")
-            except OSError:  # standard output is full or closed, and the run goes on
-                return
+            say(f"{what}: {time.monotonic() - began:.0f} s so far")
             told.set()
             due *= GROWTH
 
@@ -136,4 +142,4 @@ def told_on_terminal(what: str) -> AbstractContextManager[None]:
     """
     if not sys.stderr.isatty():
         return nullcontext()
-    return told_if_slow(what, lambda line: print(line, file=sys.stderr, flush=True))
+    return told_if_slow(what, lambda line: print_line(line, sys.stderr))

@@ -5,6 +5,7 @@ A command first cleans up, and then ends by the same signal, so that its shell s
 
 import atexit
 import contextlib
+import faulthandler
 import io
 import os
 import select
@@ -107,6 +108,21 @@ def blocked_for_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def open_streams() -> None:
+    """Gives a program that starts its standard streams, on which a crash prints a stack.
+
+    A library may crash, or a data file may be truncated meanwhile (SIGBUS).
+
+    A closed stream becomes the null device. Otherwise the next file would take its number, and what
+    libraries print would go into that file.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
+    faulthandler.enable()
+
+
 def ctrl_c_ends() -> None:
     """Lets Ctrl-C end a program with one line while it imports its modules, without a traceback."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -124,14 +140,26 @@ def _end(number: int, _: object) -> NoReturn:
     die_of(number)
 
 
+def flush_output() -> None:
+    """Writes the text that Python holds for standard output and error.
+
+    Text for a full or closed one is dropped. Otherwise Python's own flush at its end would fail,
+    and the exit status would be 120.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):  # it is None, or no file
+            try:
+                stream.flush()
+            except OSError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def die_of(number: int) -> NoReturn:
     """Ends this process by a signal, so that its shell or launcher sees which one.
 
     A shell script stops at Ctrl-C only if its command died of SIGINT.
     """
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+    flush_output()
     signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
     os.kill(os.getpid(), number)
@@ -150,15 +178,16 @@ def safe_output() -> Iterator[None]:
     BrokenPipeError instead. The block's end writes the buffered output. A BrokenPipeError of
     another file passes through.
     """
+    flush = getattr(sys.stdout, "flush", bool)  # bool: standard output is closed
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
         try:
             yield
         except SystemExit:  # argparse has printed the help
-            print(end="", flush=True)
+            flush()
             raise
-        print(end="", flush=True)
+        flush()
     except BrokenPipeError:
         # Standard output has lost its reader if poll reports an error of it.
         poll = select.poll()

@@ -35,7 +35,7 @@ from datetime import timedelta
 from typing import NoReturn
 
 from megatron_lite.config.checks import parse_json
-from megatron_lite.parallel.signals import die_of
+from megatron_lite.parallel.signals import die_of, flush_output
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import default_store
 
@@ -185,14 +185,14 @@ class Watch:
         # In the watch thread a flush could wait for a lock that the main thread holds.
         if on_main:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            sys.stdout.flush()
-            sys.stderr.flush()
+            flush_output()
         if verdict.rank == self._rank:
             text = (
                 f"{self._program}: [rank {self._rank}] stops at {self.pulse.where}: "
                 f"{verdict.text}\n"
             )
-            os.write(sys.stderr.fileno(), text.encode())
+            with contextlib.suppress(OSError):  # standard error is full or closed
+                os.write(sys.stderr.fileno(), text.encode())
         if self._lingers and self._thread is not None:
             time.sleep(3 * BEAT_S)  # the others must read the verdict first
         # A shell script stops at Ctrl-C only if its command dies of the signal itself.
@@ -290,11 +290,12 @@ class Watch:
         verdict is another rank's: the end of that rank breaks its collectives.
         """
         if verdict.with_stacks:
-            with tempfile.TemporaryFile("w+") as file:
+            # On a full disk the process ends without them.
+            with contextlib.suppress(OSError), tempfile.TemporaryFile("w+") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
                 file.seek(0)
                 stacks = f"stacks of all threads at {self.pulse.where}:\n{file.read()}"
-            os.write(sys.stderr.fileno(), f"[rank {self._rank}] {stacks}".encode())
+                os.write(sys.stderr.fileno(), f"[rank {self._rank}] {stacks}".encode())
         self._answered.set()
         if not self._left.wait(GRACE_S if self._main_ends or verdict.rank != self._rank else 0.0):
             self.leave(verdict)

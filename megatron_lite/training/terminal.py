@@ -8,7 +8,6 @@ output that is full or closed does not end the run.
 import os
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
 
 from rich.console import Console
 from rich.progress import (
@@ -22,6 +21,8 @@ from rich.progress import (
 
 from megatron_lite.config.logging_settings import LOG_FILE
 from megatron_lite.config.run import RunConfig
+from megatron_lite.parallel.messages import print_line
+from megatron_lite.parallel.signals import flush_output
 
 BATCH_COLUMNS = 120  # of a file or a pipe
 SKIPPED_BATCHES = "skipped_batches.jsonl"
@@ -29,7 +30,7 @@ SKIPPED_BATCHES = "skipped_batches.jsonl"
 
 def console() -> Console:
     """Returns what prints on standard output, if it is a terminal."""
-    on_terminal = sys.stdout.isatty()
+    on_terminal = sys.stdout is not None and sys.stdout.isatty()
     return Console(
         width=None if on_terminal else BATCH_COLUMNS,
         force_terminal=on_terminal,
@@ -39,9 +40,8 @@ def console() -> Console:
     )
 
 
-def print_lines(lines: Iterable[str], output: Console | None = None) -> None:
-    """Prints lines, those before a Terminal exists included."""
-    output = console() if output is None else output
+def print_lines(lines: Iterable[str], output: Console) -> None:
+    """Prints lines. Raises OSError if standard output is full or closed."""
     for line in lines:
         if output.is_terminal:
             output.print(line)
@@ -82,13 +82,8 @@ class Terminal:
         except OSError as error:
             if not self._output_is_lost:
                 self._output_is_lost = True
-                with suppress(OSError):
-                    print(
-                        f"warning: standard output cannot be written ({error.strerror}); "
-                        "training goes on",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                reason = f"standard output cannot be written ({error.strerror})"
+                print_line(f"warning: {reason}; training goes on", sys.stderr)
 
     def advance(self, iteration: int, status: str) -> None:
         """Moves the progress bar to an iteration."""
@@ -97,11 +92,7 @@ class Terminal:
     def close(self) -> None:
         """Ends the progress bar, and prevents an error of Python's own flush at its end."""
         self._bar.stop()
-        if self._output_is_lost:
-            try:
-                sys.stdout.flush()
-            except OSError:  # else Python's own flush at exit fails, and the status is 120
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        flush_output()
 
 
 def log_file_path(config: RunConfig) -> str | None:

@@ -2,12 +2,15 @@
 that was whole."""
 
 import os
+import shlex
 import signal
-from contextlib import redirect_stdout
+
+import pytest
 
 from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.training import log_files
 from megatron_lite.training.log_files import TensorBoard, metrics_file
+from tests.support.commands import MOCK, SMALL_RUN, command, started
 from tests.support.forks import dies_before, status_of_fork
 from tests.support.runs import events_in, rows, run_to_end, tiny_run
 from tests.support.syscalls import recorded
@@ -78,18 +81,13 @@ def test_a_full_disk_at_the_start_ends_no_run_either(tmp_path, monkeypatch, caps
     assert path.read_text() == ROWS
 
 
-def test_standard_output_on_a_full_device_ends_no_run(tmp_path, capsys):
-    with open("/dev/full", "w") as device, redirect_stdout(device):
-        run_to_end(run_config(metrics_jsonl=str(tmp_path / "m")))
-        device.flush()  # as Python does at its end, when an error would be its status
-    printed = capsys.readouterr().err
-    assert (
-        printed.count(
-            "warning: standard output cannot be written (No space left on device); training goes on"
-        )
-        == 1
-    )
-    assert len(rows(tmp_path / "m")) == 4
+@pytest.mark.parametrize("output", [">/dev/full", ">&-", ">/dev/full 2>&1"])
+def test_standard_output_that_is_full_or_closed_ends_no_run(output, tmp_path):
+    program = shlex.join(command(*SMALL_RUN, *MOCK, "--metrics-jsonl", f"{tmp_path}/m"))
+    done = started("sh", "-c", f"{program} {output}")
+    lost = "warning: standard output cannot be written (No space left on device); training goes on"
+    assert done.stderr.count(lost) == (output == ">/dev/full")
+    assert done.returncode == 0 and len(rows(tmp_path / "m")) == 12
 
 
 def test_a_kill_while_rows_are_dropped_leaves_the_whole_file_or_the_new_one(tmp_path):
