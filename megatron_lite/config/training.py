@@ -160,7 +160,8 @@ class TrainingConfig(Settings):
         choices=f"none {WHOLE_STEP}",
         megatron=dict.fromkeys(("local", "transformer_engine"), WHOLE_STEP),
         excludes="recompute_verify timing_log_level>0 log_straggler use_torch_fsdp2 "
-        "overlap_param_gather optimizer=muon reset_attention_mask optimizer_cpu_offload",
+        "overlap_param_gather optimizer=muon reset_attention_mask optimizer_cpu_offload "
+        "moe_router_load_balancing_type=sinkhorn",
         why="a graph runs no Python, nothing that its step does not end, and reads no host memory",
     )
     cuda_graph_modules: tuple[str, ...] = several(

@@ -32,6 +32,7 @@ from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.compiled import Gradients, Pair, Tensors, applied, at_least_float32
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.torch_internals import is_fake
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.rank_context import RankContext
@@ -319,13 +320,13 @@ def _sinkhorn(logits: Tensor) -> Tensor:
     """Returns exp(logits) [T, E], float32, with the rows and the columns scaled until each adds up
     to about the same. The host waits for the end of every round."""
     scores = logits.float().exp()
-    columns, change = torch.ones_like(scores[0]), torch.tensor(float("inf"))
+    columns = torch.ones_like(scores[0])
     for _ in range(SINKHORN_ROUNDS):
-        if change <= SINKHORN_TOLERANCE:
-            break
         rows = 1.0 / (len(scores) * ((columns * scores).sum(1) + SINKHORN_SMALL))
         scaled = 1.0 / (scores.shape[1] * ((rows.unsqueeze(1) * scores).sum(0) + SINKHORN_SMALL))
         columns, change = scaled, (columns - scaled).abs().mean()
+        if is_fake(change) or change <= SINKHORN_TOLERANCE:  # a fake tensor has no value
+            break
     return columns * scores * rows.unsqueeze(1)
 
 

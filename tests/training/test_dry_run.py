@@ -132,6 +132,7 @@ def test_beside_a_gpu_host_memory_is_no_part_of_the_peak():
     ("world_size", "rank", "flags"),
     [
         (1, 0, "--num-layers 6"),
+        (1, 0, "--num-layers 6 --num-experts 4 --moe-router-load-balancing-type sinkhorn"),
         (1, 0, "--num-layers 5 --recompute-policy *:full/1@host"),
         (8, 7, f"{DEEP} --num-layers 8 --bf16 --global-batch-size 12"),
         (1, 0, f"--num-layers 6 --bf16 --recompute-policy *:full/1 {LLAMA}"),
