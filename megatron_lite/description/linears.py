@@ -48,7 +48,7 @@ def column_linear(
     """
     result = KeptTensor(output, of.tokens * width * of.element_bytes)
     product = Matmul(matmul, of.tokens, width, of.channels)
-    weight = Parameter("weight", (width, of.channels))
+    weight = Parameter("weight", (width, of.channels), is_matrix=True)
     return Operation(
         name,
         module,
@@ -95,7 +95,7 @@ def row_linear(
     # One rank adds the bias in the matmul (addmm). Several ranks add it after the sum, so that it
     # counts once: their matmul is an mm, and its partial result is a storage of its own.
     result = KeptTensor(f"{'partial ' * several}{name} output", of.whole)
-    weight = Parameter("weight", (model.hidden_size, width))
+    weight = Parameter("weight", (model.hidden_size, width), is_matrix=True)
     vector = Parameter("bias", (model.hidden_size,), of.sequence_parallel)
     inside = of.tokens * width * of.element_bytes + of.weight_gradient(weight)
     if of.gathers:

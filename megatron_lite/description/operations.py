@@ -19,6 +19,12 @@ OPERATORS = {
 }
 ID_BYTES = 8  # of a token id, or of a place in the sequence
 QK_LAYERNORM, LINEAR_PROJ, ROUTER = "qk_layernorm", "linear_proj", "router"
+# (an operation, the one before which the model registers it)
+REGISTERED_BEFORE = (
+    (LINEAR_PROJ, QK_LAYERNORM),
+    ("linear_q_proj", "linear_kv_down_proj"),
+    ("linear_q_up_proj", "linear_kv_down_proj"),
+)
 
 
 class KeptTensor(NamedTuple):
@@ -132,6 +138,7 @@ class Parameter(NamedTuple):
     partial: whether each TP rank computes only a part of its gradient, so that they must be added.
     tied: whether the first and the last pipeline stage both hold it, and add their gradients.
     of_experts: whether it is one of experts, which may have groups of ranks of their own.
+    is_matrix: whether Muon updates it, as it updates every weight of a linear layer in a layer.
     """
 
     name: str
@@ -139,6 +146,7 @@ class Parameter(NamedTuple):
     partial: bool = False
     tied: bool = False
     of_experts: bool = False
+    is_matrix: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -226,12 +234,16 @@ class LayerDescription(NamedTuple):
     def registered(self) -> list[Operation]:
         """Returns the operations in the order of the model's `named_parameters`.
 
-        Attention registers its linear layers before the norms of query and key.
+        Attention registers its linear layers before the norms of query and key. Latent attention
+        registers all of the query before the latent of key and value.
         """
-        found, names = [*self.operations], [one.name for one in self.operations]
-        if QK_LAYERNORM in names:
-            found.insert(names.index(LINEAR_PROJ), found.pop(names.index(QK_LAYERNORM)))
-        return found
+        found = {one.name: one for one in self.operations}
+        order = list(found)
+        for name, behind in REGISTERED_BEFORE:
+            if {name, behind} <= found.keys():
+                order.remove(name)
+                order.insert(order.index(behind), name)
+        return [found[name] for name in order]
 
     def tail(self, region: str | None = None) -> frozenset[tuple[str, int]]:
         """Returns the calls that a replay can leave out if its output is not read.

@@ -316,7 +316,7 @@ def _muon(run: TimedRun, stages: Sequence[Stage]) -> float:
         for layer, count in describe_kinds(sizes, stage.num_layers):
             for operation in layer.operations:
                 for parameter in operation.parameters:
-                    if len(parameter.shape) == 2:
+                    if parameter.is_matrix:
                         rows, columns = parameter.shape
                         if operation.name in ROW_PARALLEL:
                             columns *= t

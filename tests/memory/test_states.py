@@ -115,9 +115,9 @@ def of_two_ranks(layout):
         run_of(layout, variant, rule=rule, bf16=bf16)
         for variant, rule, bf16 in (
             ("gpt2", "adam", False),
-            ("gpt2", "muon", True),
+            ("deepseek", "muon", True),
             ("qwen", "adam", True),
-            ("neox", "muon", False),
+            ("gshard", "muon", False),
             ("gpt2", "sgd", True),
             *(OF_ZERO1 if "zero1" in layout else ()),
         )

@@ -122,7 +122,7 @@ def _states(settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int)
     in_buckets = [bucket.num_elements for bucket in buckets]
     weights = in_buckets if is_shared else [one.num_elements for one in held]
     own_ranks = [rank * bucket.shards // shards for bucket in buckets]  # of copies of experts too
-    is_matrix = {one.name: _is_matrix(one) for one in held}
+    is_matrix = {one.name: one.is_matrix for one in held}
     pieces = [
         (name, is_matrix[name], part.stop - part.start)
         for bucket, own in zip(buckets, own_ranks, strict=True)
@@ -166,7 +166,7 @@ def _fully_sharded(config: RunConfig, held: list[Parameter], shards: int, rank: 
         mine = max(0, min(per_rank, rows - rank * per_rank)) * math.prod(others)
         allocates.append(FLOAT32 * per_rank * math.prod(others))
         if mine:
-            pieces.append((_is_matrix(one), mine))
+            pieces.append((one.is_matrix, mine))
     return RankStates.of(allocates, [], allocates, _optimizer_tensors(config, pieces))
 
 
@@ -180,11 +180,6 @@ def _optimizer_tensors(config: RunConfig, pieces: list[tuple[bool, int]]) -> lis
         for is_matrix, number in pieces
         for size in config.optimizer.state_bytes(of_matrix=is_matrix)
     ]
-
-
-def _is_matrix(one: Parameter) -> bool:
-    """Returns whether a parameter is a weight of a linear layer in a layer, from its whole name."""
-    return one.name.startswith(LAYERS) and len(one.shape) == 2
 
 
 def _parameters(config: RunConfig, stage: Stage) -> Iterator[Parameter]:
@@ -321,7 +316,7 @@ def _muon(config: RunConfig, stages: Iterable[Stage], shards: int) -> int:
         for layer, _ in describe_kinds(sizes, stage.num_layers)
         for operation in layer.operations
         for one in operation.parameters
-        if len(one.shape) == 2
+        if one.is_matrix
     )
     return max(found, default=0)
 
