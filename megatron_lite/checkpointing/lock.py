@@ -196,7 +196,8 @@ class DirectoryLock:
                     start = max(self.holder.start, other.start + 1 if other else 0)
                     self.holder = replace(self.holder, start=min(start, MOST_STARTS))
                     text = json.dumps(asdict(self.holder), indent=1) + "\n"
-                    os.pwrite(own, text.encode(), 0)
+                    with open(own, "w", closefd=False) as file:  # it writes the whole text
+                        file.write(text)
                     sync(temporary)
                     # A flock belongs to the open file and not to its name, so the rename keeps it.
                     os.replace(temporary, self._path)

@@ -2,12 +2,14 @@
 
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
 from megatron_lite.checkpointing.lock import LOCK, DirectoryLock, Holder, LockLost
 from megatron_lite.config.checks import InputError
+from tests.support.forks import status_of_fork
 from tests.support.ranks import run_ranks
 from tests.support.saves import saving_run, train
 
@@ -122,3 +124,12 @@ def test_a_run_in_use_refuses_another_on_every_rank_and_lets_it_in_at_its_end(tm
     other.release()
     assert run_ranks(train, 2, config) == ["", ""]
     assert run_ranks(train, 2, config) == ["", ""]
+
+
+def test_a_lock_of_which_a_part_is_written_is_not_taken(tmp_path):
+    def on_a_full_disk():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        with pytest.raises(OSError, match="too large"):
+            DirectoryLock(tmp_path, holder())
+
+    assert status_of_fork(on_a_full_disk) == 0
