@@ -78,6 +78,12 @@ CASES_HERE = (
         f"{FEW_TOKENS} --num-experts 4 --moe-ffn-hidden-size 512 --bf16 --swiglu --optimizer sgd",
     ),
     Case("experts, EP 2", f"{ROWS} --expert-model-parallel-size 2 --disable-bias-linear", 2),
+    Case(
+        "experts of one rank, ZeRO-1",
+        f"{FEW_TOKENS} {ZERO1} --expert-model-parallel-size 2 --num-experts 4 --optimizer sgd "
+        "--moe-ffn-hidden-size 512",
+        2,
+    ),
     Case("biases of experts", f"{ROWS} {policy('*:full/1')}"),
     Case(
         "muon, the first layer has experts",

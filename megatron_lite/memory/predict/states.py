@@ -51,6 +51,7 @@ class RankStates(NamedTuple):
         through which weights pass.
     rounding: the bytes that CUDA's allocator adds to the tensors on the device.
     pieces: the elements of each piece that the device updates.
+    alone: the elements of experts that no other rank has, so that a step sends nothing for them.
     """
 
     weights: int
@@ -60,6 +61,7 @@ class RankStates(NamedTuple):
     on_host: int = 0
     rounding: int = 0
     pieces: tuple[int, ...] = ()
+    alone: int = 0
 
     @property
     def total(self) -> int:
@@ -112,8 +114,9 @@ def _states(settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int)
     # The ranks with the same experts. TP ranks that hold whole experts are among them.
     unit = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel
     copies = dp_cp_size * parallel.tensor_model_parallel_size // unit
+    held = [one._replace(of_experts=one.of_experts and parallel.spreads_experts) for one in held]
     buckets = bucket_layouts(
-        [one._replace(of_experts=one.of_experts and parallel.spreads_experts) for one in held],
+        held,
         bucket_size=config.data_parallel.bucket_size(dp_cp_size) if dp_cp_size > 1 else None,
         shards=shards,
         expert_shards=config.shards(copies) if is_shared else 1,
@@ -123,6 +126,7 @@ def _states(settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int)
     weights = in_buckets if is_shared else [one.num_elements for one in held]
     own_ranks = [rank * bucket.shards // shards for bucket in buckets]  # of copies of experts too
     is_matrix = {one.name: one.is_matrix for one in held}
+    experts = {one.name for one in held if one.of_experts}
     pieces = [
         (name, is_matrix[name], part.stop - part.start)
         for bucket, own in zip(buckets, own_ranks, strict=True)
@@ -151,7 +155,14 @@ def _states(settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int)
             *_optimizer_tensors(config, there),
             *(taken * grad, 2 * part * element),
         ],
-    )._replace(pieces=tuple(number for _, number in here))
+    )._replace(
+        pieces=tuple(number for _, number in here),
+        alone=sum(
+            bucket.num_elements
+            for bucket in buckets
+            if copies == 1 and not experts.isdisjoint(bucket.places)
+        ),
+    )
 
 
 def _fully_sharded(config: RunConfig, held: list[Parameter], shards: int, rank: int) -> RankStates:
@@ -269,13 +280,15 @@ def update_memory(
     """Returns the memory of the end of a step. stages: those of the rank."""
     found = [UpdateMemory("update", 0, True)]
     sharding, shards = config.data_parallel, config.shards(dp_cp_size)
+    element, grad = FORMATS[config.training.precision], FORMATS[config.optimizer.main_grads_dtype]
     in_bf16 = sharding.grad_reduce_in_bf16 and config.optimizer.main_grads_dtype == "fp32"
-    sent = states.gradients // FLOAT32 * BFLOAT16 if in_bf16 else states.gradients
+    sent = (states.gradients // grad - states.alone) * (BFLOAT16 if in_bf16 else grad)
     if dp_cp_size > 1 and not (sharding.use_torch_fsdp2 and shards > 1):
         copied = device == "cpu" and shards > 1
         name = "reduction of gradients" + " in bfloat16" * in_bf16
         found.append(UpdateMemory(name, sent * (in_bf16 + copied), True))
-        found.append(UpdateMemory("gather of weights", states.weights * copied, True))
+        gathered = states.weights - element * states.alone
+        found.append(UpdateMemory("gather of weights", gathered * copied, True))
     if config.optimizer.is_rounded:
         found.append(UpdateMemory("update of a part", _part(config, states.pieces, device), False))
     if config.optimizer.optimizer == MUON:
