@@ -78,9 +78,7 @@ def test_overlap_changes_no_bit(name, tmp_path, monkeypatch):
             monkeypatch.setattr(layouts, "HostLink", LateLink if "late" in folder else HostLink)
             run_to_end(
                 tiny_run(
-                    **settings,
-                    **HOST,
-                    overlap_cpu_optimizer_d2h_h2d="plain" not in folder,
+                    **dict(settings, **HOST, overlap_cpu_optimizer_d2h_h2d="plain" not in folder),
                     clip_grad=1e-3,
                     learning_rate=0.01,
                     train_iters=4,
