@@ -77,7 +77,9 @@ def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yields plain dense tensors that together have the bits of a tensor of any kind."""
     if not has_values(tensor):
         return
-    if hasattr(tensor, "__tensor_flatten__"):
+    if hasattr(tensor, "trigger_wait"):  # an AsyncCollectiveTensor, whose collective may run yet
+        inner = [tensor.trigger_wait()]
+    elif hasattr(tensor, "__tensor_flatten__"):
         inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     elif tensor.is_nested:
         inner = [*tensor.unbind()]

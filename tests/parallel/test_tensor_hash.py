@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed._functional_collectives as functional
 
 from megatron_lite.parallel import tensor_hash as module
 from megatron_lite.parallel.collectives import odd_ones_out
@@ -84,3 +85,9 @@ def test_a_sparse_tensor_is_never_made_dense(sizes):
     )
     assert int(quick_hash(first)) != int(quick_hash(other))
     assert int(quick_hash(first)) == int(quick_hash(first.clone()))
+
+
+def test_a_hash_waits_for_the_collective_of_its_tensor(monkeypatch):
+    monkeypatch.setattr(functional, "wait_tensor", lambda tensor: tensor.add_(1))
+    result = functional.AsyncCollectiveTensor(torch.zeros(4))
+    assert quick_hash(result) == quick_hash(torch.ones(4))
