@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache, partial
+from itertools import product, starmap
 from typing import Any
 
 import torch
@@ -193,11 +194,43 @@ hooks_of_all_modules = tuple(
 )
 attention_order = private("torch._C._get_sdp_priority_order")
 set_attention_order = private("torch._C._set_sdp_priority_order")
-# What reads and what sets each setting that chooses kernels.
-flags_of_kernels = tuple(
+
+
+def matmul_precision() -> str | None:
+    """Returns the precision of float32 products, or None: torch raises where the settings for
+    each backend, which torch has since 2.9, say something else."""
+    with suppress(RuntimeError):
+        return torch.get_float32_matmul_precision()
+    return None
+
+
+def set_matmul_precision(value: str | None) -> None:
+    """Sets what `matmul_precision` returned, which also sets that of backends."""
+    if value:
+        torch.set_float32_matmul_precision(value)
+
+
+def _precision_of(*place: str) -> tuple[Callable[[], str], Callable[[str], None]]:
+    """Returns what reads and what sets the precision of float32 operations of one kind."""
+    read = partial(private("torch._C._get_fp32_precision_getter"), *place)
+    put = partial(private("torch._C._set_fp32_precision_setter"), *place)
+
+    def set_precision(value: str) -> None:
+        put("none")  # which stands for that of the backend, or of all
+        if read() != value:
+            put(value)
+
+    return read, set_precision
+
+
+# What reads and what sets each setting that chooses kernels. One may set those behind it.
+flags_of_kernels: list[Any] = [(matmul_precision, set_matmul_precision)]
+if hasattr(torch.backends, "fp32_precision"):  # torch >= 2.9
+    places = product(("cuda", "mkldnn"), ("all", "conv", "rnn", "matmul"))
+    flags_of_kernels += starmap(_precision_of, [("generic", "all"), *places])
+flags_of_kernels += [
     (private(f"torch._C._get_{read}"), private(f"torch._C._set_{put or read}"))
     for read, put in {
-        "float32_matmul_precision": "",
         "flash_sdp_enabled": "sdp_use_flash",
         "mem_efficient_sdp_enabled": "sdp_use_mem_efficient",
         "math_sdp_enabled": "sdp_use_math",
@@ -209,7 +242,7 @@ flags_of_kernels = tuple(
         "cudnn_benchmark": "",
         "cudnn_deterministic": "",
     }.items()
-)
+]
 
 # Trees of tensors, in arguments and results.
 tree_flatten_with_path = private("torch.utils._pytree.tree_flatten_with_path")

@@ -95,8 +95,8 @@ class Surroundings(NamedTuple):
     def _replace_those(self, now: Surroundings) -> None:
         if now == self:
             return
-        for (_, put), then, value in zip(FLAGS, self.flags, now.flags, strict=True):
-            if value != then:
+        for (read, put), then in zip(FLAGS, self.flags, strict=True):
+            if read() != then:  # one may set another
                 put(then)
         for place, hooks in zip(hooks_of_all_modules, self.hooks, strict=True):
             if place != hooks:  # somebody may iterate over it
