@@ -96,8 +96,8 @@ def fit_memory_(
 
     The step runs 8 times, on a CPU 12 times, and more often with few equal layers. Weights,
     gradients, generators and all that modules hold are then as before.
-    Under torch.distributed every rank calls this function. The highest peak of all ranks decides,
-    and all ranks get the same policy.
+    Under torch.distributed every rank calls this function. The highest peak and the smallest
+    budget of all ranks decide, and all ranks get the same policy.
 
     budget: such as "20GiB", for all that torch allocates on the model's device: weights, gradients,
         optimizer states, activations, logits and temporaries. On a CPU, tensors that exist before
@@ -124,6 +124,10 @@ def fit_memory_(
 
     with all_ranks() as ranks:
         limit, lists = ranks.agreed(checked)
+        every = ranks.told(limit)  # may be read from what is free on each device
+        if None in every and any(every):
+            raise ValueError(f"budgets {every} of the ranks: give each rank a budget, or none")
+        limit = limit and min(every)
         with unchanged(model):
             measured = partial(Measurement, model, lists, optimizer=optimizer, ranks=ranks)
             if not maximize or not limit:

@@ -589,10 +589,10 @@ def fit_on_rank(rank, world_size, wrapper):
     plain = plain or gradients(model, step)
     # Threads of gloo hold tensors for some time: up to 41 kB with tensor parallelism, else 17 kB.
     less = 60_000 if wrapper == "TP" else 40_000
-    fit = fit_memory_(model, f"{whole.measured - less}B", step=step)
+    fit = fit_memory_(model, f"{whole.measured - less + rank}B", step=step)
     assert fit.budget is not None and fit.measured <= fit.budget
     assert gradients(model, step) == plain
-    return list(fit.policies.values()), fit.measured
+    return list(fit.policies.values()), fit.measured, fit.budget
 
 
 @pytest.mark.usefixtures("two_actions")
