@@ -92,7 +92,8 @@ class Offload:
     def __init__(self, copy_streams: CopyStreams, *, kind: str) -> None:
         self._copy_streams, self._kind = copy_streams, kind
         self._before: _SegmentCopies | None = None  # the last segment that offloaded a tensor
-        self._leaving: list[_OnHost] = []  # the copies of the last segment
+        # The copies of the last segment. An error in a forward drops the graph, and these with it.
+        self._leaving: list[weakref.ref[_OnHost]] = []
 
     @contextmanager
     def segment(
@@ -105,7 +106,10 @@ class Offload:
         wanted: whether a storage that is saved now, for the first time, is moved.
         """
         group = _SegmentCopies(self._before)
-        waiting, leaving = list[_OnHost](), list[_OnHost]()  # before and after their copy_out
+        waiting, leaving = (
+            list[_OnHost](),
+            list[weakref.ref[_OnHost]](),
+        )  # before and after copy_out
 
         def move(tensor: Tensor) -> MovedStorage:
             copy_out(next_node_number())
@@ -119,8 +123,9 @@ class Offload:
         # operator saves, which has a larger number, or when the segment ends.
         def copy_out(before: float = math.inf) -> None:
             while waiting and waiting[0].next_node < before:
-                leaving.append(waiting.pop(0))
-                leaving[-1].copy_out()
+                copy = waiting.pop(0)
+                copy.copy_out()
+                leaving.append(weakref.ref(copy))
 
         group.copy_out = copy_out
 
@@ -137,17 +142,13 @@ class Offload:
             self._before = group if leaving else self._before
 
     def finish(self) -> None:
-        """Frees the originals of the last segment, after the current stream waits for their copies.
-
-        An original that was written to since it was saved may have been copied half-written. Its
-        copy is marked as torn, and a read of it raises.
-        """
-        if self._leaving:
-            self._copy_streams.wait(self._leaving[-1].left)
-        for copy in self._leaving:
-            copy.torn = write_count_of(copy.original) != copy.version
-            copy.original = None
-        self._leaving.clear()  # not a new list: the graph holds the hooks, which hold this one
+        """Frees the last segment's originals once the current stream waits for their copies."""
+        copies = [copy for each in self._leaving if (copy := each()) and copy.original is not None]
+        for copy in copies[-1:]:
+            self._copy_streams.wait(copy.left)
+        for copy in copies:
+            copy.free_original()
+        self._leaving = []
 
 
 class _SegmentCopies:
@@ -201,11 +202,23 @@ class _OnHost:
             self.slot.memory, bytes_of(self.original), after=self.slot.last_use, back=False
         )
 
+    def free_original(self) -> None:
+        """Frees the original. The current stream must wait for its copy before.
+
+        An original that was written to since it was saved may have been copied half-written. Its
+        copy is marked as torn, and a read of it raises.
+        """
+        self.torn = write_count_of(self.original) != self.version
+        self.original = None
+
     def call_back(self) -> None:
         """Starts the copy back to the device, unless it was started before.
 
         The host memory is kept as well. If the graph is retained, so is the memory on the device.
         """
+        if self.original is not None:  # no segment of the forward came behind
+            self._copy_streams.wait(self.left)
+            self.free_original()
         if self._returned is None:
             self._returned = torch.empty(
                 self.slot.memory.numel(), dtype=torch.uint8, device=self._device
@@ -221,13 +234,13 @@ class _OnHost:
         It also starts the copies of the rest of its segment and of the segment before.
         WrittenTo: the original was written to while it was being copied to the host.
         """
+        self._group.copy_out()  # in a backward inside the forward
+        self.call_back()
         if self.torn:
             raise WrittenTo(
                 "a tensor that was saved for backward has been modified by an inplace operation "
                 "while it was being copied to host memory"
             )
-        self._group.copy_out()  # in a backward inside the forward
-        self.call_back()
         self._group.call_back()
         if self._group.before:
             self._group.before.call_back()
@@ -238,6 +251,8 @@ class _OnHost:
         return self._returned
 
     def __del__(self) -> None:
+        if self.original is not None and self.left is not None:  # after an error in the forward
+            self._copy_streams.wait(self.left)
         # The copy back was started with its segment, and no operation has read it. It may still
         # be writing when the allocator gets the memory.
         if not self._is_awaited and self._returned is not None:

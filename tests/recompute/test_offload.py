@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_lite.recompute.layer_runner import run_layers
-from megatron_lite.recompute.offload import CopyStreams
+from megatron_lite.recompute.offload import CopyStreams, Offload
 from megatron_lite.recompute.pool import Pool
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.recompute.stores import Stores
@@ -142,3 +142,11 @@ def test_a_buffer_remembers_its_last_use_for_the_next_who_takes_it():
     slot.last_use = "copy 7"
     del slot
     assert pool.take(8).last_use == "copy 7" and pool.take(9).last_use is None
+
+
+def test_a_graph_that_is_dropped_in_a_forward_takes_its_copies_with_it():
+    pool = Pool(pinned=False)
+    offload = Offload(CopyStreams(), kind="cpu")
+    with offload.segment(pool, stay=()):
+        torch.ones(4, requires_grad=True).exp()
+    assert pool.num_bytes == 16 and pool.bytes_in_use == 0
