@@ -168,12 +168,15 @@ outside_vmap = partial(
 
 def is_transformed() -> bool:
     """Tells whether a forward runs under a transform of torch: forward-mode differentiation
-    (`dual_level`), `torch.func` (`grad`, `vmap`, `jvp`), or `torch.jit.trace`.
+    (`dual_level`), `torch.func` (`grad`, `vmap`, `jvp`), or what traces it (`torch.jit.trace`,
+    `make_fx`, `torch.export`).
     """
+    tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return (
         getattr(forward_ad, "_current_level", -1) >= 0
         or transforms_in_force() is not None
         or torch.jit.is_tracing()
+        or (tracer is not None and tracer.get_proxy_mode() is not None)
     )
 
 

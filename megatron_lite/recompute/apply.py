@@ -165,6 +165,13 @@ class _Recomputed:
         """The forward of the layer without this policy."""
         return self._forward_of(self._layer)
 
+    @property
+    def __globals__(self) -> Any:
+        raise AttributeError(  # which torch.jit.script asks for
+            f"{self._name} has a recompute policy, which torch.jit.script cannot compile: take it "
+            "off first with remove_policy_(model)"
+        )
+
     def _forward_of(self, layer: nn.Module) -> Callable[..., Any]:
         if self._before is None:
             found = inspect.getattr_static(type(layer), "forward")
@@ -235,8 +242,9 @@ class _Recomputed:
         if is_transformed():
             # Its tensors belong to the transform, and what a replay rebuilds does not.
             self._shared.notify(
-                "Under a transform of torch (forward-mode jvp, torch.func, torch.jit.trace) layers "
-                "with a recompute policy keep all that they save for backward on the device"
+                "Under a transform of torch (forward-mode jvp, torch.func, torch.jit.trace, "
+                "make_fx, torch.export) layers with a recompute policy keep all that they save for "
+                "backward on the device"
             )
             return forward(*args, **kwargs)
         given = tensors_of((args, kwargs))

@@ -209,7 +209,7 @@ class _LayerCall:
         witness, results, choices = self._witness, self.how.results, self._choices
         if witness:
             witness.begin(args, kwargs)
-        with saved_tensors_hooks(self._pack, unpacked), ExitStack() as around:
+        with saved_tensors_hooks(self._pack, untraced(unpacked)), ExitStack() as around:
             for kept in (results, choices):
                 if kept:
                     around.enter_context(kept.keeping())

@@ -8,7 +8,6 @@ tensors and hooks that count bytes all see the same forward.
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from operator import methodcaller
 from typing import Any
 
 import torch
@@ -32,10 +31,17 @@ Kwargs = dict[str, Any]
 
 
 Handle = Callable[[], Tensor]  # what the graph holds in place of a saved tensor, which it returns
-unpacked = methodcaller("__call__")  # the hook that goes with a `pack` that returns handles
 # A copy of a storage, which lives as long as the graph needs any view of it. It returns the bytes
 # on the device of the original, ready for the current stream.
 MovedStorage = Callable[[], Tensor]
+
+
+def unpacked(handle: Handle) -> Tensor:
+    """Returns the saved tensor: the hook that goes with a `pack` that returns handles.
+
+    Compiled autograd would trace it, so it is passed to torch as `untraced(unpacked)`.
+    """
+    return handle()
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -84,7 +90,7 @@ def exchanging(exchange: Callable[[Tensor], Handle | None]) -> Iterator[None]:
     def pack(tensor: Tensor) -> Handle:
         return exchange(tensor) or saved_value(tensor, outer)
 
-    with saved_tensors_hooks(untraced(pack), unpacked):
+    with saved_tensors_hooks(untraced(pack), untraced(unpacked)):
         yield
 
 

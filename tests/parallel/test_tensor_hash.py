@@ -88,6 +88,6 @@ def test_a_sparse_tensor_is_never_made_dense(sizes):
 
 
 def test_a_hash_waits_for_the_collective_of_its_tensor(monkeypatch):
-    monkeypatch.setattr(functional, "wait_tensor", lambda tensor: tensor.add_(1))
-    result = functional.AsyncCollectiveTensor(torch.zeros(4))
-    assert quick_hash(result) == quick_hash(torch.ones(4))
+    monkeypatch.setattr(functional, "wait_tensor", torch.exp_)
+    late = functional.AsyncCollectiveTensor(torch.zeros(4))
+    assert quick_hash(late) == quick_hash(torch.ones(4))

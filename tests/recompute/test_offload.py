@@ -149,4 +149,4 @@ def test_a_graph_that_is_dropped_in_a_forward_takes_its_copies_with_it():
     offload = Offload(CopyStreams(), kind="cpu")
     with offload.segment(pool, stay=()):
         torch.ones(4, requires_grad=True).exp()
-    assert pool.num_bytes == 16 and pool.bytes_in_use == 0
+    assert pool.bytes_in_use == 0 < pool.num_bytes

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -152,6 +153,11 @@ def traced(model):
     return left_in(model)
 
 
+def in_one_graph(model):
+    one = batches()[0]
+    return make_fx(lambda x: torch.autograd.grad(summed(model, x), [*model.parameters()]))(one)(one)
+
+
 def inside_a_checkpoint(model):
     """Which runs the layers again in the middle of their own replays."""
     model.train()
@@ -197,6 +203,7 @@ def without_values_first(model):
         under_func,
         under_vmap,
         traced,
+        in_one_graph,
         inside_a_checkpoint,
         with_other_threads_in_backward,
         under_a_default_device,
