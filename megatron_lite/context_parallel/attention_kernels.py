@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lite.parallel.sequence_spans import positions_by_rank
-from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
+from megatron_lite.parallel.torch_internals import disable_current_modes
 
 LARGEST_FLASH_HEAD = 256
 # by torch's names; FlashAttention has none for float32
@@ -181,3 +181,17 @@ def causal_mask(query: Tensor, readable: Readable, cp_group: ProcessGroup | None
         hidden = hidden | (keys < first.unsqueeze(-1))
     mask = query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
     return mask if documents is None else mask.unsqueeze(1)
+
+
+@lru_cache
+def cpu_attention_takes_groups() -> bool:
+    """Returns whether a head of the CPU's flash kernel finds the key and value of its group.
+
+    Before torch 2.9 the kernel reads past the last group's key and value, and computes something
+    else. Here it finds a second head, since key and value are parts of larger tensors.
+    """
+    with disable_current_modes(), torch.no_grad():
+        heads = torch.arange(2.0).view(1, 2, 1, 1)  # [b, a, s, d]
+        group = heads[:, :1]
+        output, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(heads, group, group)
+        return output[0, 1].item() == 0.0

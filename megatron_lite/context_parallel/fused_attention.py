@@ -15,10 +15,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lite.parallel.compiled import Pair, Tensors, applied
-from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
 from megatron_lite.parallel.weight_gradient import in_autocast_dtype
 
-from .attention_kernels import PLAIN, CuSeqlens, Readable, causal_mask, heads_first, heads_last
+from .attention_kernels import (
+    PLAIN,
+    CuSeqlens,
+    Readable,
+    causal_mask,
+    cpu_attention_takes_groups,
+    heads_first,
+    heads_last,
+)
 
 aten = torch.ops.aten
 

@@ -15,8 +15,8 @@ import pkgutil
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache, partial
-from itertools import product, starmap
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -109,8 +109,7 @@ flattened_mesh = private("torch.distributed.device_mesh.DeviceMesh._flatten")
 def collectives_so_far() -> list[int]:
     """Returns how many collectives each group of this process has begun."""
     found = []
-    is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    for group in world.pg_map if is_there else ():
+    for group in world.pg_map if torch.distributed.is_available() else ():
         with suppress(RuntimeError):  # some backends do not count
             found.append(group._get_sequence_number_for_group())
     return found
@@ -158,6 +157,7 @@ current_node = private("torch._C._current_autograd_node")
 next_node_number = private("torch.autograd._get_sequence_nr")
 PythonNode = private("torch.autograd.function.BackwardCFunction")
 without_torch_function = private("torch._C.DisableTorchFunction")
+tracer = private("torch.fx.experimental.proxy_tensor.get_proxy_mode")
 transforms_in_force = private("torch._C._functorch.peek_interpreter_stack")
 # A gradient of many vectors at once (`is_grads_batched`) runs backward under vmap.
 outside_vmap = partial(
@@ -171,12 +171,11 @@ def is_transformed() -> bool:
     (`dual_level`), `torch.func` (`grad`, `vmap`, `jvp`), or what traces it (`torch.jit.trace`,
     `make_fx`, `torch.export`).
     """
-    tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return (
         getattr(forward_ad, "_current_level", -1) >= 0
         or transforms_in_force() is not None
         or torch.jit.is_tracing()
-        or (tracer is not None and tracer.get_proxy_mode() is not None)
+        or tracer() is not None
     )
 
 
@@ -199,38 +198,24 @@ attention_order = private("torch._C._get_sdp_priority_order")
 set_attention_order = private("torch._C._set_sdp_priority_order")
 
 
-def matmul_precision() -> str | None:
-    """Returns the precision of float32 products, or None: torch raises where the settings for
-    each backend, which torch has since 2.9, say something else."""
+def matmul_precision() -> str:
+    """Returns the precision of float32 products, or torch's default where torch raises, since the
+    settings of its backends, which it has since 2.9, say something else."""
     with suppress(RuntimeError):
         return torch.get_float32_matmul_precision()
-    return None
-
-
-def set_matmul_precision(value: str | None) -> None:
-    """Sets what `matmul_precision` returned, which also sets that of backends."""
-    if value:
-        torch.set_float32_matmul_precision(value)
-
-
-def _precision_of(*place: str) -> tuple[Callable[[], str], Callable[[str], None]]:
-    """Returns what reads and what sets the precision of float32 operations of one kind."""
-    read = partial(private("torch._C._get_fp32_precision_getter"), *place)
-    put = partial(private("torch._C._set_fp32_precision_setter"), *place)
-
-    def set_precision(value: str) -> None:
-        put("none")  # which stands for that of the backend, or of all
-        if read() != value:
-            put(value)
-
-    return read, set_precision
+    return "highest"
 
 
 # What reads and what sets each setting that chooses kernels. One may set those behind it.
-flags_of_kernels: list[Any] = [(matmul_precision, set_matmul_precision)]
+flags_of_kernels = [(matmul_precision, torch.set_float32_matmul_precision)]
 if hasattr(torch.backends, "fp32_precision"):  # torch >= 2.9
     places = product(("cuda", "mkldnn"), ("all", "conv", "rnn", "matmul"))
-    flags_of_kernels += starmap(_precision_of, [("generic", "all"), *places])
+    read_precision = private("torch._C._get_fp32_precision_getter")
+    put_precision = private("torch._C._set_fp32_precision_setter")
+    flags_of_kernels += [
+        (partial(read_precision, *place), partial(put_precision, *place))
+        for place in [("generic", "all"), *places]
+    ]
 flags_of_kernels += [
     (private(f"torch._C._get_{read}"), private(f"torch._C._set_{put or read}"))
     for read, put in {
@@ -298,8 +283,7 @@ write_memory_history = private("torch.cuda.memory._dump_snapshot")
 
 def is_fake(tensor: torch.Tensor) -> bool:
     """Tells whether the tensor is one of FakeTensorMode: it has a shape and no values."""
-    fake = sys.modules.get("torch._subclasses.fake_tensor")
-    return fake is not None and isinstance(tensor, fake.FakeTensor)
+    return isinstance(tensor, FakeTensor)
 
 
 def has_values(value: Any) -> bool:
@@ -310,20 +294,6 @@ def has_values(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) or (
         value.device.type != "meta" and not is_fake(value)
     )
-
-
-@lru_cache
-def cpu_attention_takes_groups() -> bool:
-    """Returns whether a head of the CPU's flash kernel finds the key and value of its group.
-
-    Before torch 2.9 the kernel reads past the last group's key and value, and computes something
-    else. Here it finds a second head, since key and value are parts of larger tensors.
-    """
-    with disable_current_modes(), torch.no_grad():
-        heads = torch.arange(2.0).view(1, 2, 1, 1)  # [b, a, s, d]
-        group = heads[:, :1]
-        output, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(heads, group, group)
-        return output[0, 1].item() == 0.0
 
 
 def forget_workers(loader: Any) -> None:

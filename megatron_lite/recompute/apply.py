@@ -165,13 +165,6 @@ class _Recomputed:
         """The forward of the layer without this policy."""
         return self._forward_of(self._layer)
 
-    @property
-    def __globals__(self) -> Any:
-        raise AttributeError(  # which torch.jit.script asks for
-            f"{self._name} has a recompute policy, which torch.jit.script cannot compile: take it "
-            "off first with remove_policy_(model)"
-        )
-
     def _forward_of(self, layer: nn.Module) -> Callable[..., Any]:
         if self._before is None:
             found = inspect.getattr_static(type(layer), "forward")

@@ -5,11 +5,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_lite.context_parallel.attention_kernels import CuSeqlens, Readable
+from megatron_lite.context_parallel.attention_kernels import (
+    CuSeqlens,
+    Readable,
+    cpu_attention_takes_groups,
+)
 from megatron_lite.context_parallel.fused_attention import masked_attention
 from megatron_lite.model import attention as core_attention
 from megatron_lite.model.attention import CoreAttention
-from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
 from tests.support.documents import attended_alone
 from tests.support.models import tiny_config, tp_state
 
