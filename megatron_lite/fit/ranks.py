@@ -1,7 +1,7 @@
 """What the ranks of a fit tell each other: figures, of which the highest count, and errors."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -10,8 +10,13 @@ import torch.distributed as dist
 
 from megatron_lite.recompute.replay import RecomputeMismatch
 
+
+class OtherShapes(ValueError):
+    """A run of the step has other inputs than those that were measured."""
+
+
 # Those that other ranks can raise with a text, the narrower ones first.
-KINDS = (RecomputeMismatch, torch.OutOfMemoryError, RuntimeError)
+KINDS = (OtherShapes, RecomputeMismatch, torch.OutOfMemoryError, RuntimeError, ValueError)
 
 
 class Ranks(NamedTuple):
@@ -20,26 +25,47 @@ class Ranks(NamedTuple):
     group: Any = None
 
     def told(self, one: Any) -> list[Any]:
-        """Returns what each rank has given to its call."""
+        """Returns what each rank has given to its call. Raises ValueError if one does not call."""
         if not self.group:
             return [one]
         every = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(every, one, self.group)
+        try:
+            dist.all_gather_object(every, one, self.group)
+        except RuntimeError as error:
+            raise ValueError(
+                f"a rank has ended, or waits for others inside of the step ({error}): look for the "
+                "error of another rank"
+            ) from error
         return every
 
     def agreed(self, run: Callable[[], Any]) -> Any:
-        """Returns what the call returns. If it raises on one rank, it raises on all."""
+        """Returns what the call returns. If it raises on one rank, all raise the same kind.
+
+        Raises ValueError if the others cannot know, since they wait for this rank in the call.
+        """
         try:
             result = run()
         except Exception as error:
             kind = next((one for one in KINDS if isinstance(error, one)), ValueError)
-            with suppress(RuntimeError):  # the others may wait for this rank inside of the step
-                self.told((kind, str(error)))
+            self._compare((kind, str(error)))
             raise
-        for rank, failed in enumerate(self.told(None)):
-            if failed:
-                raise failed[0](f"rank {rank}: {failed[1]}")
+        self._compare(None)
         return result
+
+    def _compare(self, failed: tuple[Any, str] | None) -> None:
+        try:
+            every = self.told(failed)
+        except ValueError as error:
+            if not failed:
+                raise
+            raise ValueError(
+                f"{failed[0].__name__} on this rank ({failed[1]}), and others do not answer: they "
+                "wait for it inside of the step, or have ended. Remove the first cause; if it is "
+                "memory, give a smaller budget or batch"
+            ) from error
+        rank, first = next(((n, one) for n, one in enumerate(every) if one), (0, None))
+        if first and (not failed or failed[0] is not first[0]):
+            raise first[0](f"rank {rank}: {first[1]}")
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from megatron_lite.api import fit_memory_
 from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.fit.memory_fit import fitted
+from megatron_lite.fit.ranks import Ranks
 from megatron_lite.memory.measure.live_storages import allocator_peak
 from megatron_lite.parallel.weights import local_part
 from tests.support.foreign_families import FAMILIES, newer
@@ -629,6 +630,13 @@ def test_ranks_agree_on_an_error_of_one(kind, call, text):
     first, second = run_ranks(fail_on_rank, 2, kind, call)
     assert text.format("rank 1: ") in first.replace("'too much'", "too much")
     assert text.format("") in second.replace("'too much'", "too much")
+
+
+def test_an_error_that_other_ranks_cannot_know_is_told(monkeypatch):
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 2)
+    monkeypatch.setattr("torch.distributed.all_gather_object", lambda *_: torch.ones(2).view(3))
+    with pytest.raises(ValueError, match="RuntimeError on this rank .*, and others do not answer"):
+        Ranks(1).agreed(lambda: torch.ones(2).view(3))
 
 
 def test_prices_are_those_of_one_step_on_a_machine_that_slows_down(monkeypatch):
