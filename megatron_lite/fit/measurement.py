@@ -13,13 +13,14 @@ import gc
 import weakref
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from itertools import chain
 from operator import le, sub
 from statistics import median_low
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
@@ -43,13 +44,16 @@ from .plans import (
     Shared,
     policy_text,
 )
-from .ranks import Ranks
+from .ranks import OtherShapes, Ranks
 from .step import Span, Step
 
 FULL = "full"
 CANDIDATES = ("none", "ops(matmul,attention)", "ops(matmul/2,attention)", "ops(attention)")
 ON_RANKS = ("full@split",)  # they need tensor-parallel layers
 ON_HOST = ("none@host", "full@host")  # they need a GPU, which has pinned memory beside it
+VARIES = "the step has inputs of other shapes each time"
+ONE_BATCH = "give a step of one batch, the largest"
+MOST_TRIES = 10  # to measure a step whose inputs vary
 TIMED = 2  # runs on a CPU, of which the fastest counts
 FIGURES = "kept", "held", "forward", "backward", "nanoseconds", "left", "late"  # of an option
 IMPOSSIBLE = 1 << 60  # the bytes of an action that a layer cannot have
@@ -87,8 +91,8 @@ class Measurement:
         """
         self.model, self._lists, self._around = model, lists, around
         self._ranks, device = ranks or Ranks(), next(model.parameters()).device
-        on_gpu = device.type == "cuda"
-        self._gauge = gauge or (partial(cuda_gauge, device) if on_gpu else cpu_gauge)
+        self._on_gpu = device.type == "cuda"
+        self._gauge = gauge or (partial(cuda_gauge, device) if self._on_gpu else cpu_gauge)
         while isinstance(within := getattr(optimizer, "optimizer", None), Optimizer):
             optimizer = within  # of the wrapper of accelerate
         self._full = dict.fromkeys(chain.from_iterable(lists.values()), FULL)
@@ -96,8 +100,7 @@ class Measurement:
         groups = getattr(optimizer, "param_groups", [])
         trained = chain(model.parameters(), *[each["params"] for each in groups])
         self._parameters = [*dict.fromkeys(trained)]
-        agreed = partial(self._ranks.agreed, step)
-        self._step = Step(model, [*self._full], agreed, self._parameters)
+        self._step = Step(model, [*self._full], step, self._parameters, self._ranks)
         states = tensors_of(list(getattr(optimizer, "state", {}).values()))
         weights = [*self._parameters, *model.buffers()]
         self._held = buckets + bytes_of([*weights, *states])
@@ -114,11 +117,33 @@ class Measurement:
             "buckets of gradients": buckets,
             "optimizer states": bytes_of(states) + self._missing,
         }
+        self._notes_before, self._tries = [*self.notes], 0
+        self.measure()
+
+    def measure(self) -> None:
+        """Measures the step, and begins again if a run has larger inputs than those before it."""
+        while self._tries < MOST_TRIES:
+            self._tries += 1
+            self.notes[:] = self._notes_before
+            with suppress(OtherShapes):
+                return self._measure()
+        raise ValueError(f"the inputs of the step get larger and larger: {ONE_BATCH}")
+
+    def _measure(self) -> None:
+        lists = self._lists
         try:
             spans = self._measured(self._full)
         except RecomputeMismatch as error:
             raise ValueError(
                 f"{error}: name the lists of the others with layers_fqn, among {', '.join(lists)}"
+            ) from error
+        except (OtherShapes, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # such as of labels that are no input of the model
+            if not self._step.varies:
+                raise
+            raise ValueError(
+                f"{VARIES}, and fails with the largest ({error}): {ONE_BATCH}"
             ) from error
         self._notes, self._layers = self._step.sharing, [*self._step.numbers]
         self._ranks.agreed(partial(_check_backward, spans, lists))
@@ -128,17 +153,14 @@ class Measurement:
                     f"note: {name} does not run in this step, so what it would keep is in no figure"
                 )
         candidates = [*CANDIDATES, *ON_RANKS * self._step.is_divided]
-        candidates += ON_HOST * on_gpu
+        candidates += ON_HOST * self._on_gpu
         self.problem = self._problem(spans, candidates)
-        if self._step.varies:
-            self.notes.append(
-                "note: the step has inputs of other shapes each time; these figures are for the "
-                "largest of its first runs"
-            )
+        if any(self._ranks.told(self._step.varies)):
+            self.notes.append(f"note: {VARIES}; these figures are for the largest seen")
 
     def confirmed(self, plan: Plan) -> tuple[dict[str, str], int]:
         """Puts a plan on the model. Returns the policies of the lists of layers, by name, and the
-        peak of a real step with them."""
+        peak of a real step with them. Raises OtherShapes if its inputs were not measured."""
         remove_policy_(self.model)
         try:
             actions = [option.action for option in plan.choice]

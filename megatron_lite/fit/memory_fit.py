@@ -6,6 +6,7 @@ it is far below the prediction.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from megatron_lite.recompute.apply import remove_policy_
 from .layers import layer_lists
 from .measurement import Measurement
 from .plans import ENDLESS, Plan, fastest, neighbours, smallest
-from .ranks import all_ranks
+from .ranks import OtherShapes, all_ranks
 from .step import COMPILED, unchanged
 
 TRIES = 5  # of plans that may turn out to be above the budget, or far below what was predicted
@@ -161,6 +162,13 @@ def fitted(measured: Measurement, budget: int | None) -> Fit:
 
     Raises UnreachableError if none fits.
     """
+    while True:
+        with suppress(OtherShapes):
+            return _fitted(measured, budget)
+        measured.measure()
+
+
+def _fitted(measured: Measurement, budget: int | None) -> Fit:
     problem = measured.problem
     plain = problem.plan([options[0] for options in problem.options])
     limit = budget or ENDLESS

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from megatron_lite.parallel.messages import print_line
-from megatron_lite.parallel.torch_internals import has_values, unreduced_gradients
+from megatron_lite.parallel.torch_internals import has_values, tree_map_only, unreduced_gradients
 from megatron_lite.parallel.weights import local_part
 from megatron_lite.recompute.contents import Contents, Part, mapped, sharded, tensors_of
 from megatron_lite.recompute.randomness import drawn_again, global_states
 
 from .gauges import Gauge, Reading
 from .plans import AFTER, BACKWARD, CALL, FORWARD, OUTSIDE
+from .ranks import OtherShapes, Ranks
 from .sharing import Sharing
 
 FORWARD_END, BACKWARD_END, MODEL_END = range(4, 7)
@@ -82,7 +83,10 @@ class Step:
     """A step of the user: a function that runs forwards and backwards of the model.
 
     layers: the layers of the model. parameters: those that get gradients; (): of the model.
+    ranks: those that run it together.
     numbers: those of the layers that have run, in the order of their first forwards.
+    varies: whether runs had inputs of different shapes. Every call of the model then gets the
+        largest ones so far.
     """
 
     def __init__(
@@ -91,11 +95,14 @@ class Step:
         layers: Sequence[nn.Module],
         step: Callable[[], Any],
         parameters: Sequence[Tensor] = (),
+        ranks: Ranks | None = None,
     ) -> None:
         self._model, self._layers, self._step = model, layers, step
+        self._step_of_ranks = partial((ranks or Ranks()).agreed, self._checked_step)
         self._parameters = parameters or [*model.parameters()]
         self.numbers = defaultdict[nn.Module, int](count().__next__)
         self._shapes: list[list[Any]] = []  # of the inputs, in each run
+        self.varies = False
         self._told = time.monotonic()
         self._largest: tuple[int, Any] = (0, None)
         self._events: list[Event] = []
@@ -103,32 +110,25 @@ class Step:
         self.is_divided = False  # over tensor-parallel ranks, as the last read run has seen
         self.sharing = Sharing(self.numbers)  # of the last run that took notes
 
-    @property
-    def varies(self) -> bool:
-        """Whether the first two runs had inputs of different shapes."""
-        return any(one != self._shapes[0][: len(one)] for one in self._shapes[:2])
-
     def run(
         self, gauge: AbstractContextManager[Gauge] | None = None, *, takes_notes: bool = True
     ) -> list[Span]:
         """Runs the step once. Returns its parts, if a gauge reads them.
 
         takes_notes: whether it is noted who shares tensors. It takes time, which a gauge may read.
-        If the inputs vary, every call of the model in a read step gets the largest one so far.
+        Raises OtherShapes if what was measured before does not hold for the largest inputs.
         """
         self._shapes.append([])
         self._tell("")
         with repeatable(self._parameters), warnings.catch_warnings(), ExitStack() as stack:
             warnings.filterwarnings("ignore", message="Layers under a recompute policy keep no k")
-            see = partial(self._see_inputs, is_read=gauge is not None)
-            stack.enter_context(self._model.register_forward_pre_hook(see, with_kwargs=True))
+            see = self._model.register_forward_pre_hook(self._see_inputs, with_kwargs=True)
+            stack.enter_context(see)
             if takes_notes:
                 self.sharing = Sharing(self.numbers)
                 stack.enter_context(self.sharing.noting(self._layers))
             if gauge is None:
-                self._step()
-                if self._is_compiled:
-                    raise ValueError(COMPILED.format("the model"))
+                self._step_of_ranks()
                 return []
             self._events, self._gauge = [], stack.enter_context(gauge)
             for handle in self._mark_layers():
@@ -136,9 +136,18 @@ class Step:
             end = partial(self._mark, Event(MODEL_END))
             stack.enter_context(self._model.register_forward_hook(end))
             self._mark(Event())
-            self._step()
+            self._step_of_ranks()
             self._mark(Event())
         return _spans(self._events, self._gauge.readings)
+
+    def _checked_step(self) -> None:
+        before = self._largest[0]
+        self._step()
+        if self._is_compiled:
+            raise ValueError(COMPILED.format("the model"))
+        if (self._largest[0] > before) if self.varies else self._shapes[-1] != self._shapes[0]:
+            self.varies = True
+            raise OtherShapes
 
     def _tell(self, where: str) -> None:
         if time.monotonic() - self._told > PATIENCE and os.environ.get("RANK", "0") == "0":
@@ -146,13 +155,15 @@ class Step:
             text = f"fit_memory_: run {len(self._shapes)} of the step{where}"
             print_line(text, sys.stderr)
 
-    def _see_inputs(self, module: nn.Module, args: Any, kwargs: Any, *, is_read: bool) -> Any:
+    def _see_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._is_compiled |= torch.compiler.is_compiling()  # a compiler takes the hook along
         tensors = tensors_of((args, kwargs))
         self._shapes[-1].append([tuple(each.shape) for each in tensors])
         if (size := sum(each.numel() for each in tensors)) > self._largest[0]:
             self._largest = size, (args, kwargs)
-        return self._largest[1] if is_read and self.varies else None
+        # Clones stand for what the step may have made itself. A GPU's allocator counts the largest.
+        clone = partial(tree_map_only, Tensor, lambda one: one.clone() if one.is_cpu else one)
+        return clone(self._largest[1]) if self.varies else None
 
     def _mark(self, event: Event, *_: Any) -> None:
         # The gradients of several results begin one backward.
