@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from errno import ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -90,7 +91,10 @@ def read_json(path: Path | str, limit: int = LARGEST_TEXT, *, strict: bool = Tru
 
     strict: see `parse_json`.
     """
-    return parse_json(read_input_text(path, limit), strict=strict)
+    try:
+        return parse_json(read_input_text(path, limit), strict=strict)
+    except JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error})") from None
 
 
 def retried(path: Path | str, action: Callable[[], Result]) -> Result:

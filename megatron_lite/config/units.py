@@ -19,14 +19,15 @@ UNITS = {
 AMOUNT = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([A-Za-z]{0,3})")
 
 
-def parse_bytes(flag: str, text: str, *, least: int = 0) -> int:
+def parse_bytes(flag: str, text: str, *, least: int = 0, needs_unit: bool = False) -> int:
     """Returns the bytes of "40GiB", "80GB", "512 MiB" or "1073741824".
 
     flag: the option that has the amount, for the message. least: the smallest amount.
-    Raises ValueError for any other text.
+    needs_unit: whether a number alone is refused.
+    Raises ValueError for anything else.
     """
-    found = AMOUNT.fullmatch(text.strip())
-    if found is None or found[2].upper() not in UNITS:
+    found = AMOUNT.fullmatch(text.strip()) if isinstance(text, str) else None
+    if found is None or found[2].upper() not in UNITS or (needs_unit and not found[2]):
         raise ValueError(
             f"{flag} {quoted(text)}: give a number of bytes with a unit, such as 40GiB or 80GB"
         )

@@ -23,6 +23,10 @@ def layer_lists(
     Raises ValueError if a name is no module, or if no layer is repeated.
     """
     names = [layers_fqn] if isinstance(layers_fqn, str) else layers_fqn
+    if names is not None and not (isinstance(names, Sequence) and names):
+        raise ValueError(
+            f"layers_fqn {layers_fqn!r}: give the name of a list of layers, or several in a list"
+        )
     if names is None:
         # In another stage of the model no two layers of such a list may be alike. A list in a list
         # may have one layer of each kind.
@@ -34,7 +38,8 @@ def layer_lists(
         if (least := min(2, max(most.values(), default=0))) < 1:
             raise ValueError(
                 f"{type(model).__name__} has no list in which a layer is repeated, so no policy "
-                "can save memory: name the list of its layers with layers_fqn"
+                "can save memory: give a model that has one, or name the list of its layers with "
+                "layers_fqn= of fit_memory_"
             )
         found: dict[int, str] = {}
         for name, layers in lists.items():

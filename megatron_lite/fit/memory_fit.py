@@ -5,6 +5,7 @@ confirms the choice. If its peak is above the budget, a smaller plan is tried, a
 it is far below the prediction.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -115,11 +116,12 @@ def fit_memory_(
     """
 
     def checked() -> tuple[int | None, dict[str, list[nn.Module]]]:
-        if budget is not None and not (isinstance(budget, str) and budget.strip()[-1:].isalpha()):
-            raise ValueError(f"budget {budget!r}: give bytes with a unit, such as '20GiB'")
-        limit = None if budget is None else parse_bytes("budget", budget, least=1)
+        limit = None
+        if budget is not None:
+            limit = parse_bytes("budget", budget, least=1, needs_unit=True)
         if maximize not in (None, "batch") or (maximize and not limit):
             raise ValueError(f"maximize {maximize!r}: give 'batch' and a budget, or leave it out")
+        _check_step(step, takes_batch=bool(maximize))
         check_model(model)
         return limit, layer_lists(model, layers_fqn)
 
@@ -136,9 +138,23 @@ def fit_memory_(
             return _largest_batch(lambda batch: measured(lambda: step(batch)), limit)
 
 
+def _check_step(step: Any, *, takes_batch: bool) -> None:
+    try:
+        inspect.signature(step).bind(*[1] * takes_batch)
+    except TypeError as error:
+        kind = "of the micro-batch's size" if takes_batch else "without arguments"
+        raise ValueError(
+            f"step: {error}: give a function {kind} that runs a forward and its backward"
+        ) from error
+    except ValueError:  # code of C has no signature
+        pass
+
+
 def check_model(model: nn.Module) -> None:
-    """Raises ValueError if a model lies on several devices, is lazy or compiled, or rebuilds
-    activations already."""
+    """Raises ValueError if a model is no module, lies on several devices, is lazy or compiled, or
+    rebuilds activations already."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"the model is a {type(model).__name__}: give a torch.nn.Module")
     devices = {each.device for each in model.parameters()}
     if len(devices) != 1:
         names = ", ".join(map(str, devices)) or "none"

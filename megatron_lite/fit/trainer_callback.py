@@ -34,10 +34,16 @@ class MemoryBudgetCallback(TrainerCallback):
     its first 8 batches; under gradient accumulation two such steps. The policy takes the place of
     `gradient_checkpointing`, which is turned off. The Trainer's counters and logs stay as they are.
 
-    budget, settings: see `fit_memory_`. fit: the result, once training has begun.
+    budget, layers_fqn: see `fit_memory_`. fit: the result, once training has begun.
+    Raises ValueError for its other settings, which the Trainer makes.
     """
 
     def __init__(self, budget: str, **settings: Any) -> None:
+        for name in settings.keys() - {"layers_fqn"}:
+            raise ValueError(
+                f"{name}: the Trainer makes the step and its batches, so only layers_fqn may stand "
+                "here: leave it out, and set per_device_train_batch_size"
+            )
         self._budget, self._settings = budget, settings
         self.fit: Fit | None = None
 

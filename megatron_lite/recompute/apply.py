@@ -378,7 +378,9 @@ def layers_of(model: nn.Module, layers_fqn: str) -> list[nn.Module]:
 
     Raises ValueError if the model has no such list.
     """
-    found: Any = dict(model.named_modules(remove_duplicate=False)).get(layers_fqn)
+    found: Any = dict(model.named_modules(remove_duplicate=False)).get(
+        str(layers_fqn)  # a list has no hash
+    )
     is_list = isinstance(found, LISTS)
     layers = _callable(found) if is_list else []
     if not layers:

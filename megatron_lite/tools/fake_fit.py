@@ -53,6 +53,7 @@ EMPTY = ATEN.empty.memory_format
 MOST_INTEGERS, MOST_FLOATS = 1 << 16, 1 << 10  # of a tensor
 SAMPLES, FRAMES = 1000, 6  # of the sound of one token of text, 1/16 s
 INSTEAD = "call fit_memory_ with a batch of your own"
+LONGEST_REASON = 240  # characters
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
 
 
@@ -242,6 +243,10 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
         measured.notes.append(
             f"batch: {', '.join(f'{name} {tuple(one.shape)}' for name, one in batch.items())}"
         )
+        if config.get("quantization_config"):
+            measured.notes.append(
+                f"note: quantization_config is left out, so all weights count as {given.dtype}"
+            )
         if values.assumes:
             measured.notes.append(
                 "note: the step decides by values, which fake tensors have not. A mask is taken to "
@@ -251,7 +256,10 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {shown(' '.join(str(error).split()))}"
+    text = " ".join(str(error).split())
+    if len(text) > LONGEST_REASON:
+        text = f"{text[: LONGEST_REASON // 2]} ... {text[-LONGEST_REASON // 2 :]}"
+    return f"{type(error).__name__}: {text}"
 
 
 def shard_(model: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:

@@ -14,7 +14,7 @@ from megatron_lite.config.checks import InputError, input_faults, quoted
 from megatron_lite.config.input_file import read_json
 from megatron_lite.config.run_flags import add_settings, taken
 from megatron_lite.config.setting import Settings, count, required, setting, switch
-from megatron_lite.config.units import parse_bytes
+from megatron_lite.config.units import MIB, parse_bytes
 from megatron_lite.plan.auto_policy import default_reserve
 from megatron_lite.plan.hardware import load_hardware
 
@@ -61,21 +61,23 @@ def _text(given: FitSettings) -> str:
         raise InputError(f"{path}: no configuration of transformers: model_type is missing")
     hardware = load_hardware(given.gpu)
     budget = hardware.memory_bytes - default_reserve(hardware.memory_bytes)
+    budget -= budget % MIB
     from .fake_fit import fit_config
 
     with input_faults():
         if given.memory_budget:
-            budget = parse_bytes("--memory-budget", given.memory_budget, least=1)
+            budget = parse_bytes("--memory-budget", given.memory_budget, least=1, needs_unit=True)
         fit = fit_config(config, hardware, budget, given)
     lines = "\n".join(
         f'apply_policy_(model, layers_fqn="{name}", policy="{policy}")'
         for name, policy in fit.policies.items()
     )
     ranks = f"each of {given.gpus} GPUs under {'FSDP2' if given.fsdp else 'DDP'}: "
+    amount = f"{budget}B" if budget % MIB else f"{budget // MIB}MiB"
     return (
         f"{ranks * (given.gpus > 1)}{fit}\n\n"
         f"In Python:\n\nfrom megatron_lite.api import apply_policy_\n\n{lines}\n\n"
         "In the Trainer of transformers, which measures it on the GPU:\n\n"
         "from megatron_lite.fit.trainer_callback import MemoryBudgetCallback\n\n"
-        f'trainer.add_callback(MemoryBudgetCallback("{budget // 2**20}MiB"))'
+        f'trainer.add_callback(MemoryBudgetCallback("{amount}"))'
     )

@@ -530,9 +530,11 @@ def checkpointed():
 @pytest.mark.parametrize(
     ("build", "settings", "text"),
     [
-        (None, dict(budget="20"), "budget '20': give bytes with a unit, such as '20GiB'"),
+        (None, dict(budget="20"), "budget '20': give a number of bytes with a unit"),
         (None, dict(maximize="speed"), "maximize 'speed': give 'batch'"),
         (None, dict(maximize="batch", budget=None), "give 'batch' and a budget"),
+        (None, dict(maximize="batch"), "step: too many .*: give a function of the micro-batch's"),
+        (None, dict(layers_fqn=[]), "layers_fqn .*: give the name of a list of layers"),
         (None, dict(layers_fqn="blocks"), "layers_fqn 'blocks' is no module of the model: .*part0"),
         (None, dict(step=lambda model: model(ids())), "the step runs no backward through part0"),
         (None, dict(step=lambda model: updates(model)()), r"the step runs SGD.step\(\)"),

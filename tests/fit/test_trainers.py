@@ -60,12 +60,12 @@ def check(train, share=0.8):
         assert torch.equal(one, other) and torch.equal(one, each)
 
 
-def callback_of(budget):
+def callback_of(budget, **settings):
     """Returns a callback with the budget. The import takes seconds of every process that collects
     this file, so it is late."""
     from megatron_lite.fit.trainer_callback import MemoryBudgetCallback
 
-    return MemoryBudgetCallback(budget)
+    return MemoryBudgetCallback(budget, **settings)
 
 
 def trained(trainer, budget):
@@ -133,6 +133,8 @@ def test_the_trainer_of_transformers_is_measured_by_its_own_step(tmp_path, capsy
 
 
 def test_a_budget_outside_of_a_trainer_says_what_to_call():
+    with pytest.raises(ValueError, match="maximize: .*per_device_train_batch_size"):
+        callback_of("1GiB", maximize="batch")
     with pytest.raises(ValueError, match="call fit_memory_"):
         callback_of("1GiB").on_train_begin(None, None, None)
 

@@ -351,9 +351,16 @@ def test_files_of_mamba_have_an_infinity(infinity, tmp_path):
 
 @pytest.mark.usefixtures("two_actions")
 def test_the_command_prints_the_verdict_and_the_lines_to_paste(tmp_path, capsys):
-    assert command(tmp_path, SHALLOW, "--gpu", "h100-80gb", "--seq-length", "64") == 0
+    config = dict(SHALLOW, quantization_config={"quant_method": "fp8"})
+    assert command(tmp_path, config, "--gpu", "h100-80gb", "--seq-length", "64") == 0
     text = capsys.readouterr().out
-    assert text.startswith("fits 75.8") and "MemoryBudgetCallback(" in text
+    assert (
+        text.startswith("fits 75.8")
+        and "MemoryBudgetCallback(" in text
+        and "all weights count as bf16" in text
+    )
+    assert command(tmp_path, config, "--memory-budget", "9MB") == 0
+    assert 'MemoryBudgetCallback("9000000B")' in capsys.readouterr().out
     assert 'apply_policy_(model, layers_fqn="model.layers", policy="*:none")' in text
 
 
@@ -367,9 +374,10 @@ def test_the_command_prints_the_verdict_and_the_lines_to_paste(tmp_path, capsys)
         (["--micro-batch-size", "0"], LLAMA, "--micro-batch-size must be at least 1 (got 0)"),
         (["--image-size", "8"], LLAMA, "LlamaForCausalLM reads no images: leave --image-size out"),
         (["--gpus", "1", "--fsdp"], LLAMA, "--fsdp needs --gpus > 1"),
-        (["--memory-budget", "-1"], LLAMA, "--memory-budget '-1': give a number of bytes"),
+        (["--memory-budget", "20"], LLAMA, "--memory-budget '20': give a number of bytes"),
         ([], {}, "model_type is missing"),
         ([], {**LLAMA, "hidden_size": -64}, "transformers cannot build this model"),
+        ([], {**LLAMA, "num_hidden_layers": 0}, "no policy can save memory: give a model"),
         ([], {**LLAMA, "hidden_size": "a"}, "transformers cannot build this model"),
         ([], {**LLAMA, "num_attention_heads": 0}, "transformers cannot build this model"),
         ([], {**LLAMA, "model_type": "unheard"}, "transformers cannot build this model"),
@@ -390,6 +398,6 @@ def test_a_fault_ends_with_status_2_and_its_reason(words, config, text, tmp_path
 
 
 def test_a_config_that_is_no_json_is_named(tmp_path, capsys):
-    (tmp_path / "config.json").write_text('{"a": NaN}')
+    (tmp_path / "config.json").write_text("root:x:0")
     assert main(["fit", "--hf-config", str(tmp_path), "--gpu", "h100"]) == 2
-    assert f"error: {tmp_path}: " in capsys.readouterr().err
+    assert f"error: {tmp_path}: not JSON (" in capsys.readouterr().err
