@@ -427,6 +427,8 @@ def _check_backward(spans: list[Span], lists: Iterable[str]) -> None:
 def _dearest(same: Sequence[Option]) -> Option:
     """Returns an option with its highest figures on any rank."""
     figures = {name: max(getattr(one, name) for one in same) for name in FIGURES}
+    # What a rank with a small batch saves in its backward is little, and so is what it holds there.
+    figures["backward"] = max(one.held + one.backward for one in same) - figures["held"]
     return same[0]._replace(**figures)
 
 
