@@ -114,7 +114,7 @@ HIDDEN = (
 )
 
 
-@pytest.mark.parametrize(("words", "least"), HIDDEN)
+@pytest.mark.parametrize("words, least", HIDDEN)
 def test_no_fault_hides_another(words, least):
     """All come in one message: without the unknown flags there is nothing new."""
     alone, with_unknown = faults_of(f"{RUN} {words}"), faults_of(f"{RUN} {UNKNOWN} {words}")
@@ -123,7 +123,7 @@ def test_no_fault_hides_another(words, least):
 
 
 @pytest.mark.parametrize(
-    ("words", "starts"),
+    "words, starts",
     [
         (
             "--hidden-sizes 3 --num-layers 2 --num-attention-heads a --mock-data --lr -1",
@@ -150,13 +150,13 @@ def test_a_fault_that_may_follow_from_another_is_not_told(words, starts):
     assert [one[: len(start)] for one, start in zip(found, starts, strict=True)] == starts
 
 
-@pytest.mark.parametrize(("topic", "flags"), [("refused", REFUSED), ("ignored", NO_EFFECT)])
+@pytest.mark.parametrize("topic, flags", [("refused", REFUSED), ("ignored", NO_EFFECT)])
 def test_help_lists_all_flags_that_set_no_field(topic, flags):
     assert {*flags} <= {*help_of(topic).split()}
 
 
 @pytest.mark.parametrize(
-    ("old", "today"),
+    "old, today",
     [
         ("--global_batch_size 4", "--global-batch-size 4"),
         ("--warmup 0.1", "--lr-warmup-fraction 0.1"),
@@ -215,7 +215,7 @@ def test_the_topics_of_help_share_out_all_flags():
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    "word, said",
     [
         ("--moe-latent-size", "--moe-latent-size is refused: "),
         ("--use-mcore-models", "--use-mcore-models is accepted and has no effect here: "),
@@ -262,7 +262,7 @@ def test_dump_config_prints_json_to_stdout_and_notices_to_stderr():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text, message",
     [
         ("1" + "0" * 5000, "is no whole number"),
         (str(2**63), "is no whole number"),

@@ -118,7 +118,7 @@ def test_quickstart_takes_each_option_as_a_flag_or_from_the_environment(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments, message",
     [
         (["--steps", "0"], "positive number (got 0)"),
         (["--tp", "3"], "divides the model's 8 heads (got 3)"),

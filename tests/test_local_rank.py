@@ -11,7 +11,7 @@ LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_
 
 
 @pytest.mark.parametrize(
-    ("variables", "words", "local_rank"),
+    "variables, words, local_rank",
     [
         (LAUNCHED, ["--local_rank=3"], 3),
         (LAUNCHED, [], 1),

@@ -16,7 +16,7 @@ ULYSSES = "--context-parallel-algo ulysses_cp_algo"
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"),
+    "theirs, ours",
     [
         ("--zero-stage 0", ""),
         ("--zero-stage=1", "--use-distributed-optimizer"),
@@ -104,7 +104,7 @@ def test_a_flag_of_a_fork_is_the_same_run_as_flags_of_megatron(theirs, ours):
 
 
 @pytest.mark.parametrize(
-    ("words", "fault"),
+    "words, fault",
     [
         (
             "--tokenizer-kwargs eos_token x --eod-mask-loss",

@@ -26,7 +26,7 @@ def dumped(words, folder):
     return f"--config-json {path}"
 
 
-@pytest.mark.parametrize(("stored", "flags", "alone"), CASES)
+@pytest.mark.parametrize("stored, flags, alone", CASES)
 def test_a_flag_replaces_every_stored_alternative(stored, flags, alone, tmp_path):
     stored = stored.replace("BASE ", BASE)
     read = parsed_line(f"{dumped(stored, tmp_path)} {flags}")

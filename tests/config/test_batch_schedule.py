@@ -50,7 +50,7 @@ def test_every_batch_of_a_ramp_is_that_of_megatrons_formula(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
+    "sizes, message",
     [
         ((6, 4, 9, 14), "--global-batch-size 14 is not divisible by"),
         ((6, 5, 9, 16), "--rampup-batch-size 6 5 9: the start 6 is not divisible by"),

@@ -132,14 +132,14 @@ REFUSED = json.loads(Path(__file__).with_name("hf_refused.json").read_text())
 BASES = dict(gpt2=GPT2, llama=LLAMA_3_8B, qwen2=QWEN2_0_5B)
 
 
-@pytest.mark.parametrize(("base", "change", "reason"), REFUSED)
+@pytest.mark.parametrize("base, change, reason", REFUSED)
 def test_what_has_no_counterpart_is_refused_with_the_reason(base, change, reason):
     with pytest.raises(ValueError, match=reason):
         from_hf(changed(BASES[base], **change) if base else change)
 
 
 @pytest.mark.parametrize(
-    ("text", "fields"),
+    "text, fields",
     [
         (LLAMA_3_8B, dict(bias_gelu_fusion=False)),
         (LLAMA_3_8B, dict(fp32_residual_connection=True)),
@@ -208,7 +208,7 @@ def test_every_spelling_of_a_rotary_embedding_is_read(values):
 
 
 @pytest.mark.parametrize(
-    ("family", "outside", "counts"), [("llama", 64, 64), ("phi3", None, 4096), ("olmo3", 64, 8)]
+    "family, outside, counts", [("llama", 64, 64), ("phi3", None, 4096), ("olmo3", 64, 8)]
 )
 def test_the_length_that_counts_is_that_of_transformers(family, outside, counts):
     """The one inside of the object counts where there is one for each kind of layer."""
@@ -217,9 +217,7 @@ def test_the_length_that_counts_is_that_of_transformers(family, outside, counts)
     assert from_hf(changed(LLAMA_3_8B, **rotary)).fields[key] == counts
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("num_hidden_layers", 2 * 10**8), ("hidden_size", 2**41)]
-)
+@pytest.mark.parametrize("key, value", [("num_hidden_layers", 2 * 10**8), ("hidden_size", 2**41)])
 def test_a_number_that_no_model_has_is_refused(key, value):
     with pytest.raises(ValueError, match=f"{key} must be at most"):
         from_hf({**SMALL, "model_type": "llama", key: value})

@@ -38,7 +38,7 @@ ILL_TYPED = {
 }
 
 
-@pytest.mark.parametrize(("topic", "field"), ILL_TYPED)
+@pytest.mark.parametrize("topic, field", ILL_TYPED)
 def test_an_ill_typed_field_is_refused_by_name(topic, field):
     for value in ILL_TYPED[topic, field]:
         values = plain()
@@ -60,7 +60,7 @@ def test_an_unknown_and_a_missing_field_are_named():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text, message",
     [
         ("", "Expecting value"),
         (json.dumps({"model": 3}), "run: missing field data"),

@@ -58,7 +58,7 @@ def test_the_name_of_a_norm_may_be_lower_case():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "field"),
+    "strategy, field",
     [
         ("optim_grads_params", "use_torch_fsdp2"),
         ("optim_grads", "use_distributed_optimizer"),
@@ -106,7 +106,7 @@ def test_an_accounted_embedding_needs_the_sizes_on_the_command_line(given, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("size", "virtual", "number", "layers", "counted"),
+    "size, virtual, number, layers, counted",
     [
         (4, "--num-virtual-stages-per-pipeline-rank 2", 2, 6, (EMBEDDING, LOSS)),
         (2, "--num-layers-per-virtual-pipeline-stage 2", 2, 6, (EMBEDDING, LOSS)),

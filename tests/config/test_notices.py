@@ -30,7 +30,7 @@ def test_a_command_line_gives_these_notices_and_no_other(words, beginnings):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "world_size", "fsdp", "expected"),
+    "sizes, world_size, fsdp, expected",
     [
         (TP2, 4, False, []),
         ({}, 1, False, [HASH + "there is one"]),

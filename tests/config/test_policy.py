@@ -100,7 +100,7 @@ def test_every_layer_has_exactly_one_treatment_and_it_is_that_of_the_first_rule_
 
 
 @pytest.mark.parametrize(
-    ("flags", "policy"),
+    "flags, policy",
     [
         ({}, "*:none"),
         (
@@ -131,7 +131,7 @@ def test_layers_units_and_stages_go_by_their_numbers():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text, message",
     [
         ("", "expected LAYERS:ACTION, such as *:full"),
         ("auto:full", "expected a layer: a number, a range"),
@@ -185,7 +185,7 @@ def test_parts_of_a_layer_have_one_normal_spelling():
 
 
 @pytest.mark.parametrize(
-    ("text", "num_layers", "message"),
+    "text, num_layers, message",
     [
         ("0,9:full", [3], "layer 9 does not exist, only 0 to 2"),
         ("stage1/2:full", [3, 2], "layer 2 does not exist, only 0 to 1"),
@@ -202,7 +202,7 @@ def test_a_rule_that_can_never_apply_is_an_error(text, num_layers, message):
 
 
 @pytest.mark.parametrize(
-    ("text", "num_layers", "warning"),
+    "text, num_layers, warning",
     [
         ("every-2:full", [1], None),
         ("stage0/*:full; stage1/0:mlp; *:none", [2, 2], None),

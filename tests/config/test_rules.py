@@ -86,7 +86,7 @@ def test_a_value_beyond_its_rule_is_told_with_flag_rule_and_value(name, flag, va
 
 
 @pytest.mark.parametrize(
-    ("changes", "ffn"),
+    "changes, ffn",
     [
         ({}, 128),
         ({"swiglu": True, "hidden_size": 100, "num_attention_heads": 5}, 256),
@@ -116,7 +116,7 @@ def test_microbatches_and_iterations_follow_from_the_batch():
 
 
 @pytest.mark.parametrize(
-    ("values", "tp_size", "padded"),
+    "values, tp_size, padded",
     [
         ({"vocab_size": 127}, 1, 128),  # NullTokenizer adds the end-of-document id
         ({"vocab_size": 128}, 1, 256),
@@ -177,7 +177,7 @@ def config_of(flags):
 
 
 @pytest.mark.parametrize(
-    ("flags", "chunk_size"),
+    "flags, chunk_size",
     [
         ("--seq-length 512 --micro-batch-size 1", None),
         ("--seq-length 513 --micro-batch-size 1", 512),

@@ -27,7 +27,7 @@ PER_STAGE = "num_layers_per_virtual_pipeline_stage"
 
 
 @pytest.mark.parametrize(
-    ("fields", "num_layers", "expected"),
+    "fields, num_layers, expected",
     [
         ({}, 5, [[range(5)]]),
         ({PP: 2}, 8, [[range(4)], [range(4, 8)]]),
@@ -51,7 +51,7 @@ def test_layers_are_dealt_out_in_the_order_of_the_model(fields, num_layers, expe
 
 
 @pytest.mark.parametrize(
-    ("fields", "num_layers", "message"),
+    "fields, num_layers, message",
     [
         ({PP: 3}, 8, r"--num-layers 8 is not divisible by .* \(3\)"),
         ({PP: 3, FIRST: 1}, 8, "leave 7 for the 2 other ranks of .* 3: give numbers"),
@@ -69,7 +69,7 @@ def test_layers_that_cannot_be_divided_are_refused_with_the_numbers(fields, num_
 
 @pytest.mark.long  # megatron-core takes seconds to import
 @pytest.mark.parametrize(
-    ("layout", "size"),
+    "layout, size",
     [
         ("Et*3|(tt|)*3L", 5),
         ("Ettt|(tt|)*2,t|L", 5),
@@ -95,7 +95,7 @@ def test_a_layout_is_cut_as_megatron_core_cuts_it(layout, size):
 
 
 @pytest.mark.parametrize(
-    ("layout", "said"),
+    "layout, said",
     [
         ("Ettm|L", "multi-token prediction"),
         ("Etx|tL", "'x' is none of E, t, L"),

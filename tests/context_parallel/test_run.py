@@ -23,7 +23,7 @@ def validated(rank, world_size, config):
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    ("model", "world_size", "layout", "data_parallel"),
+    "model, world_size, layout, data_parallel",
     [
         (NO_DROPOUT, 2, {}, LAYOUTS["replicated"]),
         (NO_DROPOUT, 2, {}, LAYOUTS["fsdp2"]),

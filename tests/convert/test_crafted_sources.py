@@ -62,7 +62,7 @@ WORD = "embedding.word_embeddings.weight"
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    "args, message",
     [
         (dict(tensor_model_parallel_size=2**20 - 1, pipeline_model_parallel_size=2**20 - 1), "PP"),
         (dict(num_layers=65536), "layers"),

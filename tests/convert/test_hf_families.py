@@ -274,7 +274,7 @@ def test_two_tensors_of_one_weight_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fields", "family", "message"),
+    "fields, family, message",
     [
         (dict(), None, "this model exactly: --hf-family NAME tells what differs in one of"),
         (dict(), "llama", "--hf-family llama does not express this model: position_embedding_type"),

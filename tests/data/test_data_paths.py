@@ -56,7 +56,7 @@ def test_the_file_of_words_is_the_same_as_the_flag(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content, message",
     [
         ("{", "is not JSON"),
         ('{"train": ["a"]}', "found the keys train"),
@@ -75,7 +75,7 @@ def test_a_bad_file_of_splits_names_the_file_and_the_fault(tmp_path, content, me
 
 
 @pytest.mark.parametrize(
-    ("split", "documents", "expected"),
+    "split, documents, expected",
     [
         ("969, 30, 1", 1000, ((0, 969), (969, 999), (999, 1000))),
         ("99,1,0", 250, ((0, 248), (248, 250), (250, 250))),  # 247.5 rounds to even
@@ -104,7 +104,7 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("prefix", "file", "answer"),
+    "prefix, file, answer",
     [
         ("data.bin", "data.bin", "leave the ending out: --data-path data"),
         ("data", "data_text_document.idx", "did you mean --data-path data_text_document?"),

@@ -93,7 +93,7 @@ def test_a_damaged_file_is_built_again_with_a_notice(cache, damage, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "reason"),
+    "name, change, reason",
     [
         ("document_order", lambda array: array + 1, "document_order holds 3 to 9, expected 2 to 8"),
         ("document_order", lambda array: array.astype(np.float32), "whole numbers expected"),

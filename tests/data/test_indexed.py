@@ -75,7 +75,7 @@ def test_a_document_without_tokens_has_no_sequence(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "packing"), [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")]
+    "code, packing", [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")]
 )
 def test_every_integer_type_is_read(tmp_path, code, packing):
     size = struct.calcsize(packing)

@@ -264,7 +264,7 @@ def _changed(number, **fields):
 
 
 @pytest.mark.parametrize(
-    ("content", "fields", "message"),
+    "content, fields, message",
     [
         ({}, {}, "the text must be a list"),
         (_changed(3, rank=4), {}, "entry 3 must have rank 3"),

@@ -319,7 +319,7 @@ def unequal_batches(model):
 
 @pytest.mark.usefixtures("two_actions")
 @pytest.mark.parametrize(
-    ("step", "build", "bound"),
+    "step, build, bound",
     [
         (text_with_its_output, FAMILIES["Gemma 2"].build, 0.01),
         (partial(text_with_its_output, micro_batches=2), FAMILIES["T5"].build, 0.01),
@@ -528,7 +528,7 @@ def checkpointed():
 
 
 @pytest.mark.parametrize(
-    ("build", "settings", "text"),
+    "build, settings, text",
     [
         (None, dict(budget="20"), "budget '20': give a number of bytes with a unit"),
         (None, dict(maximize="speed"), "maximize 'speed': give 'batch'"),
@@ -628,7 +628,7 @@ def fail_on_rank(rank, world_size, kind, call):
 
 
 @pytest.mark.parametrize(
-    ("kind", "call", "text"),
+    "kind, call, text",
     [
         (torch.OutOfMemoryError, 1, "OutOfMemoryError: {}too much"),
         (KeyError, 2, "{}too much"),

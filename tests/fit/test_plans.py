@@ -139,7 +139,7 @@ def test_the_plan_is_the_fastest_of_all_that_fit(seed):
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "waiting", "budget"), [(48, (CALL, 0), 35_000), (16, (2 * CALL, CALL), 25_000)]
+    "num_layers, waiting, budget", [(48, (CALL, 0), 35_000), (16, (2 * CALL, CALL), 25_000)]
 )
 def test_a_problem_of_many_layers_is_solved_within_its_budget(num_layers, waiting, budget):
     actions = [

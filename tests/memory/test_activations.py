@@ -147,7 +147,7 @@ def wrong_bytes(rank, world_size, layout, cases):
 
 @pytest.mark.runs(daily=2, ci=4)
 @pytest.mark.parametrize(
-    ("layout", "every"),
+    "layout, every",
     [
         (Layout(), 367),
         (Layout(2), 787),

@@ -97,7 +97,7 @@ def issued(rank, world_size, layout, config, plans, dtype, fields):
 
 @pytest.mark.runs(daily=2, ci=4)
 @pytest.mark.parametrize(
-    ("layout", "name", "dtype"),
+    "layout, name, dtype",
     [
         (Layout(2), "gpt, dropout", torch.float32),
         (Layout(2, True), "gpt, dropout", torch.float32),

@@ -67,7 +67,7 @@ VARIANTS_AND_BACKENDS = list(product(VARIANTS, ("unfused", "flash")))
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize(("variant", "backend"), VARIANTS_AND_BACKENDS)
+@pytest.mark.parametrize("variant, backend", VARIANTS_AND_BACKENDS)
 def test_the_figure_of_every_plan_is_the_one_that_torch_counts(variant, backend):
     # not divisible by the units of 2 and 3
     config = variant_config(variant, num_layers=5, attention_backend=backend)
@@ -86,7 +86,7 @@ def test_a_loss_in_chunks_costs_the_logits_once_more(loss_chunk_size):
 
 
 @pytest.mark.parametrize(
-    ("device_name", "bf16", "float32", "tf32"),
+    "device_name, bf16, float32, tf32",
     [
         ("NVIDIA A100-SXM4-80GB", 312, 19.5, 156),
         ("NVIDIA H100 80GB HBM3", 989, 67, 494.5),

@@ -155,7 +155,7 @@ def differences(rank, world_size, config, layout):
 
 @pytest.mark.runs(ci=5)
 @pytest.mark.parametrize(
-    ("variant", "dropout"), [(variant, dropout) for variant in DENSE for dropout in (0.0, 0.1)]
+    "variant, dropout", [(variant, dropout) for variant in DENSE for dropout in (0.0, 0.1)]
 )
 def test_every_moment_of_every_policy_is_the_measured_one(variant, dropout):
     """A router's backward runs its formulas again, whose tensors the meter would take for kept."""
@@ -167,7 +167,7 @@ def test_every_moment_of_every_policy_is_the_measured_one(variant, dropout):
 
 @pytest.mark.runs(daily=0, ci=1)
 @pytest.mark.parametrize(
-    ("variant", "sequence_parallel"), [("gpt2", False), ("llama", False), ("qwen", True)]
+    "variant, sequence_parallel", [("gpt2", False), ("llama", False), ("qwen", True)]
 )
 def test_so_it_is_on_a_rank_of_two(variant, sequence_parallel):
     config = variant_config(variant, num_layers=NUM_LAYERS, hidden_dropout=0.1)

@@ -53,7 +53,7 @@ def test_the_kept_bytes_are_the_measured_ones(row):
 
 
 @pytest.mark.usefixtures("earlier_kernels")
-@pytest.mark.parametrize(("device", "blocks"), [("cuda", 1), ("cpu", 2)])
+@pytest.mark.parametrize("device, blocks", [("cuda", 1), ("cpu", 2)])
 def test_a_softmax_casts_its_float16_rows_first_on_a_cpu(device, blocks):
     model = ModelConfig(
         num_layers=1, hidden_size=8, num_attention_heads=2, max_position_embeddings=8

@@ -71,7 +71,7 @@ def report_of(words, device="cuda"):
 
 @pytest.mark.runs(daily=12, ci=12)
 @pytest.mark.parametrize(
-    ("run", "policy", "device"),
+    "run, policy, device",
     [(*case, ("cpu", "cuda")[number % 2]) for number, case in enumerate(CASES)],
 )
 def test_the_parts_add_up_to_the_whole(run, policy, device):
@@ -141,7 +141,7 @@ def test_the_other_policies_are_priced_as_they_would_be_run(words):
 
 
 @pytest.mark.parametrize(
-    ("backend", "visible", "devices", "expected"),
+    "backend, visible, devices, expected",
     [
         ("gloo", None, ["/dev/nvidia0"], "cpu"),
         ("nccl", None, [], "cuda"),

@@ -37,7 +37,7 @@ def test_what_is_written_is_read_back(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "fault"),
+    "changes, fault",
     [
         (dict(version=2), "'version'"),
         (dict(events=[]), "'events'"),

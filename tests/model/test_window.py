@@ -49,7 +49,7 @@ def core(backend, *, layer=0, **overrides):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 # 1100: whole blocks of a row's keys are hidden
-@pytest.mark.parametrize(("s", "reach"), [(9, 0), (70, 5), (70, 33), (1100, 3)])
+@pytest.mark.parametrize("s, reach", [(9, 0), (70, 5), (70, 33), (1100, 3)])
 def test_the_bits_are_those_of_torchs_attention_with_a_mask(s, reach, dtype):
     """Which keeps the mask, works on the half above the diagonal too, and is otherwise the same
     kernel."""

@@ -12,7 +12,7 @@ ENDS = {"embedding.word_embeddings.weight", "output_layer.weight"}
 
 @pytest.mark.runs(ci=3)
 @pytest.mark.parametrize(
-    ("layout", "optimizer", "variant"),
+    "layout, optimizer, variant",
     [("replicated", "adam", "llama"), ("zero1", "muon", "gpt2"), ("fsdp2", "adam", "llama")],
 )
 def test_the_ends_are_updated_at_their_rate_and_all_else_at_the_other(layout, optimizer, variant):

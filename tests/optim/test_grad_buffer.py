@@ -48,7 +48,7 @@ HALF = (128,)  # two parameters of 40, each aligned to 32
 
 @pytest.mark.runs(daily=2, ci=2)
 @pytest.mark.parametrize(
-    ("config", "announced", "expected"),
+    "config, announced, expected",
     [
         (OVERLAP, True, [[], [Sent("allreduce_", HALF)] * 2, []]),
         (OVERLAP, False, [[], [], [Sent("allreduce_", HALF)] * 2]),

@@ -97,8 +97,7 @@ def test_overlap_changes_no_bit(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "tp_size", "layout"),
-    [(1, 1, "replicated"), (2, 2, "replicated"), (2, 1, "zero1, overlap")],
+    "ranks, tp_size, layout", [(1, 1, "replicated"), (2, 2, "replicated"), (2, 1, "zero1, overlap")]
 )
 def test_every_final_gradient_leaves_during_backward(ranks, tp_size, layout, monkeypatch):
     """Before a step of three micro-batches ends. All but those that a sum over TP ranks changes

@@ -70,7 +70,7 @@ def test_the_word_embedding_is_the_first_on_the_host():
 
 @pytest.mark.runs(ci=3)
 @pytest.mark.parametrize(
-    ("mesh", "dtype"), [*((mesh, torch.float64) for mesh in MESHES), ("dp2", torch.float32)]
+    "mesh, dtype", [*((mesh, torch.float64) for mesh in MESHES), ("dp2", torch.float32)]
 )
 def test_every_layout_trains_as_a_single_process(mesh, dtype):
     """Clipped steps over the same 12 sequences each. Weights are compared in float64 alone: AdamW
@@ -123,7 +123,7 @@ def test_every_layout_trains_as_a_single_process(mesh, dtype):
 @pytest.mark.parametrize("rule", ["adam", "muon"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("world_size", "tp_size", "layouts"),
+    "world_size, tp_size, layouts",
     [(2, 1, ("overlap", "zero1", "zero1, overlap")), (3, 1, ("zero1",)), (4, 2, ("zero1",))],
 )
 def test_zero1_and_overlap_change_no_bit(world_size, tp_size, layouts, dtype, rule):

@@ -64,9 +64,9 @@ def step(model, optimizer, number, rate):
 
 @NEEDS_MUON
 @pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize(("weight_decay", "momentum", "num_steps"), [(0.1, 0.95, 5), (0.0, 0.8, 3)])
+@pytest.mark.parametrize("weight_decay, momentum, num_steps", [(0.1, 0.95, 5), (0.0, 0.8, 3)])
 @pytest.mark.parametrize(
-    ("mode", "extra", "adjustment"),
+    "mode, extra, adjustment",
     [("shape_scaling", 1.0, "original"), ("spectral", 0.2, "match_rms_adamw")],
 )
 def test_matrices_follow_torchs_muon(
@@ -182,9 +182,7 @@ def by_svd(value, kind, num_steps):
 
 
 @pytest.mark.parametrize("shape", MATRIX_SHAPES)
-@pytest.mark.parametrize(
-    ("kind", "num_steps"), [("simple", 1), ("quintic", 7), ("polar_express", 10)]
-)
+@pytest.mark.parametrize("kind, num_steps", [("simple", 1), ("quintic", 7), ("polar_express", 10)])
 def test_every_singular_value_goes_through_the_polynomials(shape, kind, num_steps):
     """Float64; a step may enlarge a rounding error by its slope, at most 8.3."""
     value = matrix(*shape)
@@ -233,7 +231,7 @@ def test_over_tp_ranks_the_whole_matrix_or_each_block_is_orthogonalized(mode):
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize(("saved", "loaded"), [("adam", "muon"), ("muon", "adam")])
+@pytest.mark.parametrize("saved, loaded", [("adam", "muon"), ("muon", "adam")])
 def test_states_of_the_other_rule_are_refused_and_may_be_left_behind(saved, loaded, tmp_path):
     def config_of(rule, **checkpoint):
         return tiny_run(train_iters=2, eval_iters=0, optimizer=rule, **checkpoint)

@@ -85,7 +85,7 @@ def step_torch(model, optimizer, rate, clip_grad, numbers):
 
 
 @pytest.mark.parametrize(
-    ("rule", "clip_grad"),
+    "rule, clip_grad",
     [("adam", 0.0), ("adam", 0.05), ("adam", 1000.0), ("sgd", 0.05), ("sgd without momentum", 0.0)],
 )
 def test_float32_weights_follow_torchs_optimizer_and_clip(rule, clip_grad):
@@ -142,7 +142,7 @@ def float32_sum_of_gradients(model, micro_batches):
 
 @pytest.mark.runs(ci=3)
 @pytest.mark.parametrize(
-    ("dtype", "knows_grad_dtype"),
+    "dtype, knows_grad_dtype",
     [
         pytest.param(torch.bfloat16, True, marks=NEEDS_GRAD_DTYPE),
         (torch.bfloat16, False),

@@ -71,7 +71,7 @@ UPDATES = [
 
 
 @pytest.mark.parametrize(
-    ("formats", "dtype", "is_compiled"),
+    "formats, dtype, is_compiled",
     [
         *((*one, False) for one in UPDATES),
         pytest.param(*UPDATES[0], True, marks=[pytest.mark.long, NEEDS_COMPILER]),
@@ -106,7 +106,7 @@ def test_a_compiled_update_is_the_eager_one(formats, dtype, is_compiled, monkeyp
 
 @pytest.mark.parametrize("place", [{}, HOST])
 @pytest.mark.parametrize(
-    ("formats", "part"),
+    "formats, part",
     [(BF16, 2**24), (FP16, 2**24), (MIXED, 2**24), (dict(BF16, main_grads_dtype="bf16"), 20)],
 )
 def test_an_update_is_torchs_of_what_was_stored_and_is_rounded_once(
@@ -231,7 +231,7 @@ def test_small_updates_add_up_if_rounding_is_random():
 
 @pytest.mark.parametrize("impl", ["adam", "muon", "sgd", "rounded"])
 @pytest.mark.parametrize(
-    ("fault", "bad_steps"), [(math.inf, (0,)), (math.nan, (1, 2)), (math.inf, (0, 1, 3))]
+    "fault, bad_steps", [(math.inf, (0,)), (math.nan, (1, 2)), (math.inf, (0, 1, 3))]
 )
 def test_skipped_steps_change_nothing_and_do_not_count(impl, fault, bad_steps):
     """Bias correction would tell a step that counts: the first update is as large at every learning

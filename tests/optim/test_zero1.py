@@ -36,7 +36,7 @@ class LateGather(NamedTuple):
 
 @pytest.mark.runs(ci=4)
 @pytest.mark.parametrize(
-    ("name", "chunk_size"), [("gpt2", None), ("gpt2", 7), ("llama", None), ("llama", 7)]
+    "name, chunk_size", [("gpt2", None), ("gpt2", 7), ("llama", None), ("llama", 7)]
 )
 def test_every_weight_is_waited_for_before_it_is_used(name, chunk_size, monkeypatch):
     """Also an output weight, tied or not, that is read without a call of its module."""

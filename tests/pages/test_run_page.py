@@ -129,7 +129,7 @@ def test_hostile_texts_are_text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("files", "message"),
+    "files, message",
     [
         (None, "no such file or directory"),
         ({}, "no metrics of a run"),
@@ -184,7 +184,7 @@ def test_rows_that_are_garbled_are_counted_and_numbers_that_are_none_are_gaps(tm
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "content"),
+    "name, content",
     [
         ("m.jsonl", '{"iteration": 9, "lm_loss": 1e308, "grad_norm": %s}' % ("9" * 400)),
         ("m.jsonl.summary.json", '{"a_predicted": %s, "b_bytes_measured": 1e308}' % ("9" * 400)),

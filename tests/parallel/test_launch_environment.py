@@ -56,7 +56,7 @@ FOUR = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.mark.parametrize(
-    ("environ", "expected"),
+    "environ, expected",
     [
         (TORCHRUN, TORCHRUNS),
         (
@@ -99,7 +99,7 @@ def test_every_task_of_a_step_agrees_on_the_meeting_place_and_other_steps_meet_e
 
 
 @pytest.mark.parametrize(
-    ("environ", "message"),
+    "environ, message",
     [
         ({**TORCHRUN, "MASTER_PORT": "65536"}, r"MASTER_PORT must be in \[0, 65536\)"),
         ({**TORCHRUN, "RANK": "4"}, r"rank 4 is not in \[0, 4\)"),

@@ -55,7 +55,7 @@ def listener(says):
 
 
 @pytest.mark.parametrize(
-    ("rank", "says", "message"),
+    "rank, says, message",
     [
         (1, None, r"127\.0\.0\.1:{} does not answer within 1 s .* Set MASTER_PORT to a free"),
         (1, b"SSH-2.0-OpenSSH_9.2\r\n", r"{} does not answer within 1 s .* Set MASTER_PORT"),
@@ -86,7 +86,7 @@ def test_nobody_who_listens_is_named_with_the_flag():
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"),
+    "answer, reason",
     [
         (socket.gaierror(socket.EAI_NONAME, "Name not known"), "Name not known"),
         (UnicodeError("label too long"), "label too long"),

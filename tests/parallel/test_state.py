@@ -51,7 +51,7 @@ def test_a_world_that_does_not_divide_is_an_error_that_says_what_to_start():
 
 
 @pytest.mark.parametrize(
-    ("gpus", "launcher", "local_rank", "backend", "expected"),
+    "gpus, launcher, local_rank, backend, expected",
     [
         (0, "single", 0, "nccl", "--distributed-backend nccl needs CUDA devices.*use gloo"),
         (0, "single", 0, "auto", "cpu"),

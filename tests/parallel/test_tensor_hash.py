@@ -54,7 +54,7 @@ def flipped(tensor, bit):
 
 @pytest.mark.runs(daily=2, ci=3)
 @pytest.mark.parametrize(
-    ("changed", "odd"),
+    "changed, odd",
     [
         ((), [[]] * 4),
         ((2,), [[], [], [1], []]),

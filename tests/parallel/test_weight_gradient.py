@@ -87,7 +87,7 @@ def summed(
 @pytest.mark.runs
 @NEEDS_GRAD_DTYPE
 @pytest.mark.parametrize(
-    ("name", "policy"), [("gpt2", "*:none"), ("llama", "*:full"), ("gpt2", "*:pointwise+core_attn")]
+    "name, policy", [("gpt2", "*:none"), ("llama", "*:full"), ("gpt2", "*:pointwise+core_attn")]
 )
 def test_overlap_sends_what_the_kernel_has_written(calls, name, policy):
     """Sums of two ranks are the same in every order, so that no bit may differ."""
@@ -119,7 +119,7 @@ def said(**training):
 
 @NEEDS_GRAD_DTYPE
 @pytest.mark.parametrize(
-    ("function", "training", "num_calls", "expected"),
+    "function, training, num_calls, expected",
     [
         ("apex", dict(bf16=True), 9, "NVIDIA apex's kernel"),
         ("apex", {}, 9, "NVIDIA apex's kernel"),
@@ -266,7 +266,7 @@ def test_an_extension_inside_the_package_is_found(packages):
 
 @NEEDS_GRAD_DTYPE
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    "text, reason",
     [
         (
             "raise ImportError('libcudart.so.12: cannot open shared object file')",

@@ -166,7 +166,7 @@ def measured(config, parallel, num_microbatches):
 
 
 @pytest.mark.runs(ci=3)
-@pytest.mark.parametrize(("ranks", "flags", "model"), CASES)
+@pytest.mark.parametrize("ranks, flags, model", CASES)
 def test_after_every_action_a_rank_holds_what_is_predicted(ranks, flags, model):
     config = config_of(f"{flags} --no-overlap-p2p-communication", model)
 
@@ -183,7 +183,7 @@ def test_after_every_action_a_rank_holds_what_is_predicted(ranks, flags, model):
         assert seen == expected
 
 
-@pytest.mark.parametrize(("num_chunks", "num_kept"), [(1, 2), (2, 6), (3, 8)])
+@pytest.mark.parametrize("num_chunks, num_kept", [(1, 2), (2, 6), (3, 8)])
 def test_a_rank_never_holds_more_than_with_the_micro_batches_that_are_priced(num_kept, num_chunks):
     chunks = f"--num-virtual-stages-per-pipeline-rank {num_chunks}" if num_chunks > 1 else ""
     config = config_of(

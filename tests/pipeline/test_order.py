@@ -111,8 +111,7 @@ def test_neighbours_send_in_the_order_in_which_they_receive():
 
 
 @pytest.mark.parametrize(
-    ("rank", "kept"),
-    [(0, [0, 4]), (1, [0, 3, 6]), (2, [0, 2, 4, 6]), (3, [0, 1, 2, 3, 4, 5, 6, 7])],
+    "rank, kept", [(0, [0, 4]), (1, [0, 3, 6]), (2, [0, 2, 4, 6]), (3, [0, 1, 2, 3, 4, 5, 6, 7])]
 )
 def test_of_each_window_the_first_micro_batches_keep_everything(rank, kept):
     """Windows are as long as micro-batches can be in flight, 4, 3, 2 and 1: of all that wait at

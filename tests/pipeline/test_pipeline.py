@@ -62,7 +62,7 @@ CASES = [
 
 
 @pytest.mark.runs(daily=2, ci=6)
-@pytest.mark.parametrize(("layout", "variant", "flags"), CASES, ids=str)
+@pytest.mark.parametrize("layout, variant, flags", CASES, ids=str)
 def test_a_pipeline_trains_as_one_process_does(layout, variant, flags):
     expected = single_process(variant, torch.float64)
 

@@ -45,7 +45,7 @@ EXPERTS = dict(
 
 @pytest.mark.runs(daily=2, ci=4)
 @pytest.mark.parametrize(
-    ("parallel", "micro", "actions", "model"),
+    "parallel, micro, actions, model",
     [
         ({}, 8, REGION_ACTIONS, {}),
         (PP2, 8, EXPERT_ACTIONS, EXPERTS),
@@ -185,7 +185,7 @@ def test_a_flag_replaces_the_auto_policy_of_a_file_and_its_budget(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "machine"),
+    "gpu, machine",
     [("NVIDIA B200", "b200"), ("NVIDIA GB200", "gb200"), ("AMD Instinct MI300X", "mi300x")],
 )
 def test_a_gpus_name_leads_to_its_machine(gpu, machine):

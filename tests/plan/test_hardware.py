@@ -63,7 +63,7 @@ def test_each_machine_plans_and_says_where_its_figures_are_from(name):
 
 
 @pytest.mark.parametrize(
-    ("changes", "fault"),
+    "changes, fault",
     [
         (dict(device="tpu"), "device must be one of cpu, cuda"),
         (dict(memory_bandwidth="-"), "missing field memory_bandwidth"),
@@ -139,7 +139,7 @@ MEASURED = (
 )
 
 
-@pytest.mark.parametrize(("kind", "size", "mib", "rate"), MEASURED)
+@pytest.mark.parametrize("kind, size, mib, rate", MEASURED)
 def test_collectives_of_a_part_of_a_node_take_the_time_that_others_measured(kind, size, mib, rate):
     seconds = load_hardware("h100").collective_seconds(Collective(kind, mib << 20), Group(size))
     assert (mib << 20) / (rate * 1e9) == pytest.approx(seconds, rel=0.25)

@@ -34,7 +34,7 @@ SPREAD = small_run(
 
 
 @pytest.mark.parametrize(
-    ("run", "num_ranks", "fixed", "limit"),
+    "run, num_ranks, fixed, limit",
     [
         (WIDE, 3, dict(pipeline_model_parallel_size=3), 4),  # which the even cut does not fit
         (WIDE, 2, dict(pipeline_model_parallel_size=2, micro_batch_size=2), 6),
@@ -219,7 +219,7 @@ def test_a_plan_that_fits_changes_results_as_little_as_it_can():
 
 
 @pytest.mark.parametrize(
-    ("samples", "micro_batch_size", "num_ranks"),
+    "samples, micro_batch_size, num_ranks",
     [(512, 1, (8,)), (5398, 1, (8,)), (512, 1, (7,)), (512, 3, (6, 12)), (512, 1, (3, 5, 7, 12))],
 )
 def test_a_batch_that_nobody_gave_decides_no_layout(samples, micro_batch_size, num_ranks):

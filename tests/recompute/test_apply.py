@@ -48,7 +48,7 @@ GPT2 = "transformer.h"
 
 
 @pytest.mark.parametrize(
-    ("fqn", "text", "message"),
+    "fqn, text, message",
     [
         (
             "transformer.layers",

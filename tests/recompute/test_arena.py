@@ -42,7 +42,7 @@ def allocations():
 
 @pytest.mark.runs(ci=3)
 @pytest.mark.parametrize(
-    ("policy", "sizes"),
+    "policy, sizes",
     [
         ("*:full", [5 * SLOT]),
         ("*:full@host", [5 * SLOT]),

@@ -204,7 +204,7 @@ def check(layout, precision, chosen, models, *, num_ranks=None, **fields):
 
 
 @pytest.mark.runs(ci=3)
-@pytest.mark.parametrize(("layout", "precision"), SETTINGS)
+@pytest.mark.parametrize("layout, precision", SETTINGS)
 def test_gradients_are_unchanged_to_the_bit(layout, precision):
     """Every policy with every precision on one rank and on several."""
     check(layout, precision, policies_of(layout, precision), MODELS)
@@ -212,7 +212,7 @@ def test_gradients_are_unchanged_to_the_bit(layout, precision):
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    ("layout", "precision", "names"),
+    "layout, precision, names",
     [
         (ALONE, torch.float32, [*DIFFERING_MODELS]),
         (ALONE, torch.bfloat16, ["olmo", "pythia"]),
@@ -233,7 +233,7 @@ def test_gradients_of_layers_that_differ_are_unchanged_to_the_bit(layout, precis
 
 @pytest.mark.runs(ci=1)
 @pytest.mark.parametrize(
-    ("layout", "precision"),
+    "layout, precision",
     [
         (ALONE, torch.float32),
         (SEQUENCE_PARALLEL, torch.bfloat16),
@@ -283,7 +283,7 @@ CONTEXT_MODELS = {
 
 @pytest.mark.runs(ci=3)
 @pytest.mark.parametrize(
-    ("layout", "name", "precision"),
+    "layout, name, precision",
     [
         (Layout(cp=2), "gpt", torch.float32),
         (Layout(cp=2), "latents", torch.float32),

@@ -120,7 +120,7 @@ def _ddp(rank, world_size, names, options):
 
 
 @pytest.mark.runs(daily=0, ci=1)
-@pytest.mark.parametrize(("find_unused", "static"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("find_unused, static", [(False, False), (True, False), (False, True)])
 def test_ddp_reduces_the_gradients_of_the_plain_model(find_unused, static):
     names = WITH_UNUSED if find_unused else WITHOUT_UNUSED
     options = dict(find_unused=find_unused, static=static)
@@ -137,7 +137,7 @@ PLACES = {
 
 @pytest.mark.runs(ci=4)
 @pytest.mark.parametrize(
-    ("text", "place", "name"), covered(product(EACH_KIND, PLACES, ["a tensor", "named tuple"]))
+    "text, place, name", covered(product(EACH_KIND, PLACES, ["a tensor", "named tuple"]))
 )
 def test_a_compiled_model_with_a_policy_trains_as_without(name, text, place):
     wrap, first = PLACES[place]

@@ -80,7 +80,7 @@ class Scaled(Norms):
         return super().forward(hidden * self.scale)
 
 
-@pytest.mark.parametrize(("between", "message"), WRITES)
+@pytest.mark.parametrize("between, message", WRITES)
 def test_what_a_replay_needs_and_was_written_to_is_named(between, message):
     with pytest.raises(RuntimeError, match=message):
         run_with(Scaled, "*:full", between)

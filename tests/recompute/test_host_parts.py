@@ -15,7 +15,7 @@ from tests.support.storages import bytes_by_label
 
 
 @pytest.mark.parametrize(
-    ("flags", "policy"),
+    "flags, policy",
     [
         (dict(cpu_offloading_num_layers=0), "*:none"),
         (dict(cpu_offloading_num_layers=1), "0:none@host; *:none"),
@@ -34,7 +34,7 @@ def test_megatrons_flags_are_policies(flags, policy):
 
 
 @pytest.mark.parametrize(
-    ("variant", "parts"),
+    "variant, parts",
     [
         ("gpt2", ("core_attn",)),
         ("llama", tuple(PARTS)),

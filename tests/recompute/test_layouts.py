@@ -40,7 +40,7 @@ def gradients(config, parallel, place, layout, recompute, dtype):
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    ("layout", "place", "config", "dtype", "chosen"),
+    "layout, place, config, dtype, chosen",
     [
         ("fsdp2", Layout(), GPT, torch.float32, ()),
         ("fsdp2, memory-efficient", Layout(), LLAMA, torch.bfloat16, SOME),

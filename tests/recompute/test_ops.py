@@ -53,7 +53,7 @@ MATMULS = ("addmm", "mm", "baddbmm", "bmm", FLASH)
 
 @pytest.mark.runs(daily=4, ci=8)
 @pytest.mark.parametrize(
-    ("backend", "policy", "per_layer"),
+    "backend, policy, per_layer",
     [
         ("flash", "ops(matmul,attention)", {}),
         ("flash", "ops(matmul)", {FLASH: 1}),
@@ -115,7 +115,7 @@ def collectives_of_a_step(rank, world_size, policy, sequence_parallel):
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    ("sequence_parallel", "again"),
+    "sequence_parallel, again",
     [(False, {"allreduce_": 1}), (True, {"_allgather_base_": 2, "_reduce_scatter_base_": 1})],
 )
 def test_collectives_are_kept_rather_than_repeated_where_the_policy_names_them(
@@ -180,7 +180,7 @@ def test_an_attention_kernel_is_not_kept_where_it_draws_its_dropout(kernel):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    "name, message",
     [
         ("aten.nothing.default", "has no operator aten.nothing.default"),
         ("nobody.mm.default", "has no operator"),

@@ -103,7 +103,7 @@ def test_a_router_that_chooses_otherwise_is_named(policy):
 
 @pytest.mark.runs(daily=2, ci=5)
 @pytest.mark.parametrize(
-    ("policy", "verify"), [*zip(EACH_KIND, ["first", False] * 2, strict=True), ("*:full", False)]
+    "policy, verify", [*zip(EACH_KIND, ["first", False] * 2, strict=True), ("*:full", False)]
 )
 def test_what_only_counts_is_counted_once(policy, verify):
     counted = []

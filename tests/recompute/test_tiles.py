@@ -85,7 +85,7 @@ def of_policies(rank, world_size, variant, layout):
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    ("variant", "layout"),
+    "variant, layout",
     [
         ("gpt2", Layout()),
         ("deepseek", Layout()),
@@ -133,7 +133,7 @@ def test_the_transient_peak_falls_by_the_number_of_tiles():
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    "flags, words",
     [
         ("*:mlp/7", ["--recompute-policy '*:mlp/7'", "128 rows", "divisor"]),
         ("*:mlp/0", ["tiles", "at least 1", "got 0"]),

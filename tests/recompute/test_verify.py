@@ -49,7 +49,7 @@ HIDDEN, HEADS = [12, 3, 32], [12, 3, 24]
 
 
 @pytest.mark.parametrize(
-    ("policy", "weight", "message"),
+    "policy, weight, message",
     [
         (
             "*:layernorm",

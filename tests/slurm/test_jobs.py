@@ -9,7 +9,7 @@ FLAGS = ("--train-iters", "12", "--save-interval", "5")
 
 
 @pytest.mark.runs(daily=0, ci=1)
-@pytest.mark.parametrize(("launcher", "tp_size", "pp_size"), [("torchrun", 2, 1), ("srun", 1, 2)])
+@pytest.mark.parametrize("launcher, tp_size, pp_size", [("torchrun", 2, 1), ("srun", 1, 2)])
 def test_a_job_on_two_nodes_equals_the_same_run_without_slurm(
     cluster, tmp_path, launcher, tp_size, pp_size
 ):

@@ -165,7 +165,7 @@ def checked(save, *flags, **variables):
 
 
 @pytest.mark.parametrize(
-    ("flags", "status", "told"),
+    "flags, status, told",
     [
         ("--train-iters 8", 0, "8\0a b"),
         ("--help lr", 0, "--lr"),

@@ -25,7 +25,7 @@ ENDED = {**ALIVE, 2: LEFT}
 
 
 @pytest.mark.parametrize(
-    ("what", "later", "text"),
+    "what, later, text",
     [
         ("lost", STOPPED, "rank 1 is gone"),
         ("lost", BOTH_STOPPED, "ranks 1, 2 are gone"),

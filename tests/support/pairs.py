@@ -1,6 +1,6 @@
 """Thins a grid of cases so that every pair of settings stays. Other cases are marked `weekly`.
 
-    @pytest.mark.parametrize(("tp_size", "dtype", "policy"), pairs([1, 2, 4], DTYPES, POLICIES))
+    @pytest.mark.parametrize("tp_size, dtype, policy", pairs([1, 2, 4], DTYPES, POLICIES))
 
 Most faults depend on one setting or on two together, so a default run tries every pair (all-pairs
 testing). The weekly run tries the whole grid. The kept cases are the same in every run: the

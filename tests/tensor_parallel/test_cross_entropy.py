@@ -141,7 +141,7 @@ def sharded(case, tp_size, sequence_parallel, chunk_sizes):
 
 
 @pytest.mark.runs(daily=2, ci=4)
-@pytest.mark.parametrize(("tp_size", "sequence_parallel"), LAYOUTS)
+@pytest.mark.parametrize("tp_size, sequence_parallel", LAYOUTS)
 def test_losses_and_gradients_are_torchs_at_every_chunk_size(tp_size, sequence_parallel):
     case = sample()
     expected = reference(case)
@@ -151,7 +151,7 @@ def test_losses_and_gradients_are_torchs_at_every_chunk_size(tp_size, sequence_p
 
 @pytest.mark.runs(daily=4, ci=8)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("tp_size", "sequence_parallel"), LAYOUTS[:3])
+@pytest.mark.parametrize("tp_size, sequence_parallel", LAYOUTS[:3])
 def test_one_chunk_gives_the_bits_of_logits_that_are_kept(tp_size, sequence_parallel, dtype):
     kept, one_chunk = sharded(sample(dtype), tp_size, sequence_parallel, (None, S * B))
     assert all(map(torch.equal, kept, one_chunk))
@@ -182,7 +182,7 @@ def test_a_nan_on_one_rank_reaches_the_loss_of_every_rank():
     assert all(losses.isnan().all() for losses in on_ranks(work, 2, tp_size=2))
 
 
-@pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+@pytest.mark.parametrize("dtype, rounding", [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
 def test_16_bit_logits_give_float32_losses_as_exact_as_the_logits(dtype, rounding):
     """Several parts of rows, against the same logits in float64. Only the gradient is rounded, to
     8 or 11 bits."""
@@ -202,7 +202,7 @@ def test_16_bit_logits_give_float32_losses_as_exact_as_the_logits(dtype, roundin
 
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize(
-    ("cap", "is_compiled"), [(None, False), (0.8, False), (None, True), (0.8, True)]
+    "cap, is_compiled", [(None, False), (0.8, False), (None, True), (0.8, True)]
 )
 def test_two_backwards_give_the_gradients_of_torch_with_and_without_a_cap(
     chunk, cap, is_compiled, monkeypatch

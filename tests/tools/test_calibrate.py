@@ -35,7 +35,7 @@ def test_a_measured_machine_is_one_that_the_model_reads(tmp_path, capsys, monkey
 
 
 @pytest.mark.parametrize(
-    ("changes", "fault"),
+    "changes, fault",
     [
         (dict(output="here"), "must end in .json"),
         (dict(gpus=1), "--links-of: name a known machine of this device, cuda"),

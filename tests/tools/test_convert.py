@@ -17,7 +17,7 @@ def theirs(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("way", "flags", "message"),
+    "way, flags, message",
     [
         ("hf hf", ["--tensor-model-parallel-size", "2"], "does not apply to --to hf: leave it out"),
         ("hf hf", ["--pipeline-model-parallel-size", "0"], "must be at least 1 (got 0)"),

@@ -90,7 +90,7 @@ def command(folder, config, *words):
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    ("config", "rank", "length"),
+    "config, rank, length",
     # In a short step the peak is the update, which on a GPU is of all tensors at once.
     [
         (SHALLOW, 4, 128),
@@ -163,7 +163,7 @@ def with_towers(name, architecture, **settings):
 @pytest.mark.usefixtures("two_actions")
 @pytest.mark.runs(ci=3)
 @pytest.mark.parametrize(
-    ("config", "names"),
+    "config, names",
     [
         (  # it cuts an image
             with_towers(
@@ -288,7 +288,7 @@ def test_what_does_not_run_is_said():
 
 @pytest.mark.runs(ci=1)
 @pytest.mark.parametrize(
-    ("config", "trainable"), [*product([LLAMA, MIXTRAL], ["all", "lora:4"]), (DEEPSTACK, "all")]
+    "config, trainable", [*product([LLAMA, MIXTRAL], ["all", "lora:4"]), (DEEPSTACK, "all")]
 )
 def test_stand_ins_for_alike_layers_change_no_figure(config, trainable, monkeypatch):
     config = {**config, "num_hidden_layers": 6}  # LoRA's first one is like no other
@@ -366,7 +366,7 @@ def test_the_command_prints_the_verdict_and_the_lines_to_paste(tmp_path, capsys)
 
 @pytest.mark.usefixtures("two_actions")
 @pytest.mark.parametrize(
-    ("words", "config", "text"),
+    "words, config, text",
     [
         (["--memory-budget", "1KiB"], SHALLOW, "no policy fits. The smallest reachable peak is"),
         (["--gpu", "h900"], LLAMA, "no machine is called 'h900'"),

@@ -253,7 +253,7 @@ def test_faults_end_with_status_2_and_one_line(checkpoint, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments, message",
     [
         ("--greedy --top-p 0.5", "leave out --top-p"),
         ("--temperature 0", "--temperature must be above 0"),

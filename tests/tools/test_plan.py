@@ -60,7 +60,7 @@ def test_the_printed_command_is_parsed_to_the_plan():
 
 
 @pytest.mark.parametrize(
-    ("before", "count"),
+    "before, count",
     [
         ("X=1 OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 --nnodes=2 pretrain_gpt.py", 4),
         ("srun --mem 8 python3 -u -m torch.distributed.launch --nproc-per-node 4 /a/b.py", 4),
@@ -131,7 +131,7 @@ def test_where_none_fits_a_command_has_the_fewest_gpus_that_are_enough():
 
 
 @pytest.mark.parametrize(
-    ("gpus", "nodes"),
+    "gpus, nodes",
     [
         (3, "--nproc-per-node 3 -m"),
         (8, "--nproc-per-node 8 -m"),
@@ -166,7 +166,7 @@ def test_models_come_from_presets_files_runs_and_flags(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
+    "arguments, reason",
     [
         (["--gpu", "h100"], "missing --seq-length"),
         (["--gpu", "h100", "--seq-length", "8"], "missing --num-layers.*give a model"),

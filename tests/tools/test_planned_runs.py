@@ -19,7 +19,7 @@ EXPERTS = "--num-experts 4 --moe-router-topk 1 --moe-token-dispatcher-type allto
 
 @pytest.mark.runs(ci=3)
 @pytest.mark.parametrize(
-    ("flags", "has"),
+    "flags, has",
     [
         (f"{EXPERTS} --expert-model-parallel-size 2", "--moe-token-dispatcher-type alltoall"),
         ("--context-parallel-size 2 --cp-comm-type a2a p2p", "--cp-comm-type a2a p2p"),

@@ -24,7 +24,7 @@ def test_a_long_timeline_is_thinned_and_keeps_its_peak():
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    "name, text, message",
     [
         ("missing.json", None, "missing.json"),
         ("bad.json", "{", "not a file of --memory-timeline"),

@@ -104,7 +104,7 @@ def test_a_bad_line_in_a_worker_ends_the_run_too(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    "flags, message",
     [
         ("--input none", "--input none: no such file"),
         ("--json-keys text title text", "--json-keys text title text: a key is given twice"),

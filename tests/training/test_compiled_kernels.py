@@ -77,7 +77,7 @@ def faults(rank, world_size, layout, variants, dtype, dropout):
 @pytest.mark.runs(ci=3)
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
-    ("layout", "variants"),
+    "layout, variants",
     [(LAYOUTS[0], VARIANTS[:1]), *product(LAYOUTS, (VARIANTS[::2], VARIANTS[1::2]))],
     ids=str,
 )
@@ -99,7 +99,7 @@ def test_no_policy_changes_a_bit_of_a_compiled_run():
 @pytest.mark.runs(daily=2, ci=6)
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
-    ("model", "policy", "statistics"),
+    "model, policy, statistics",
     [
         ({}, "*:none", 5),
         ({}, "*:pointwise", 1),
@@ -139,7 +139,7 @@ def test_the_kept_bytes_are_predicted(tmp_path, model, policy, statistics):
 @pytest.mark.weekly
 @NEEDS_COMPILER
 @pytest.mark.parametrize(
-    ("ranks", "flags"),
+    "ranks, flags",
     [
         (1, f"{MANY_TOKENS} --bf16 {peaks.DROPOUT}"),
         (1, f"{MANY_TOKENS} {peaks.LLAMA} --bf16 {peaks.policy('*:full/1')}"),

@@ -312,7 +312,7 @@ def without_policy(tmp_path_factory):
 
 
 @pytest.mark.runs(ci=3)
-@pytest.mark.parametrize(("variant", "policy"), RUNS)
+@pytest.mark.parametrize("variant, policy", RUNS)
 def test_a_policy_changes_no_bit_and_every_byte_is_predicted(
     variant, policy, without_policy, tmp_path
 ):

@@ -97,7 +97,7 @@ def real_steps(config, world_size, num_microbatches, *, host_apart=False):
 
 
 @pytest.mark.runs(ci=3)
-@pytest.mark.parametrize(("world_size", "num_microbatches", "flags"), CASES)
+@pytest.mark.parametrize("world_size, num_microbatches, flags", CASES)
 def test_each_rank_has_the_memory_of_a_real_one(world_size, num_microbatches, flags):
     # Four layers are for virtual stages, and for units of several layers.
     several = VP in flags or "num-layers" in flags
@@ -129,7 +129,7 @@ def test_beside_a_gpu_host_memory_is_no_part_of_the_peak():
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    ("world_size", "rank", "flags"),
+    "world_size, rank, flags",
     [
         (1, 0, "--num-layers 6"),
         (1, 0, "--num-layers 6 --num-experts 4 --moe-router-load-balancing-type sinkhorn"),
@@ -164,7 +164,7 @@ def test_a_step_whose_memory_is_not_linear_runs_in_full(monkeypatch):
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    ("world_size", "rank", "flags", "loss_bytes"),
+    "world_size, rank, flags, loss_bytes",
     [
         (1, 0, "--num-layers 2", 4),
         (2, 0, f"{PP} --bf16 --num-layers 2", 0),
@@ -197,7 +197,7 @@ def test_the_default_ranks_are_the_first_of_each_kind():
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    "flags, message",
     [
         (
             "--dry-run-memory --dry-run-ranks 0,5000 --dry-run-world-size 1024",
@@ -228,7 +228,7 @@ def test_a_fault_in_the_flags_is_one_line_and_status_2(flags, message, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    "flags, message",
     [
         (
             "--torch-compile --activation-memory-budget 0.5",

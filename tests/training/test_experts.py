@@ -176,7 +176,7 @@ def test_every_layout_trains_as_one_process_does(layout, tmp_path):
 
 @pytest.mark.runs(daily=3, ci=3)
 @pytest.mark.parametrize(
-    ("action", "layout"),
+    "action, layout",
     [
         ("ops(matmul/2)", ""),
         # only a replay of the router keeps its choice on the device

@@ -38,7 +38,7 @@ def test_losses_stay_near_those_of_float32(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("scaling", "iteration"),
+    "scaling, iteration",
     [
         # 4 is lowered to 2, which cannot be lowered
         (dict(initial_loss_scale=4.0, min_loss_scale=2.0, hysteresis=1), 3),

@@ -187,7 +187,7 @@ def test_the_scalars_of_every_second_iteration_and_of_evaluations_are_logged(tmp
 
 
 @pytest.mark.parametrize(
-    ("module", "message"),
+    "module, message",
     [
         (None, "--wandb-project project needs the package wandb, which is not installed: pip"),
         (

@@ -131,7 +131,7 @@ def differing(rank, world_size, config):
 
 @pytest.mark.runs(daily=3, ci=6)
 @pytest.mark.parametrize(
-    ("layout", "model", "policy", "mask", "chunk_size"),
+    "layout, model, policy, mask, chunk_size",
     covered(itertools.product(LAYOUTS, (TIED, UNTIED), POLICIES, MASKS, (5, 100))),
 )
 def test_one_pass_has_the_bits_of_two(layout, model, policy, mask, chunk_size):
@@ -163,7 +163,7 @@ def kept(rank, world_size, config):
 
 @pytest.mark.runs(daily=3, ci=6)
 @pytest.mark.parametrize(
-    ("layout", "model", "mask", "chunk_size"),
+    "layout, model, mask, chunk_size",
     covered(itertools.product(("one", "sp", "tp", "pp"), (TIED, UNTIED), MASKS[:2], (5, 100))),
 )
 def test_the_kept_bytes_are_those_predicted(layout, model, mask, chunk_size):

@@ -38,7 +38,7 @@ SIZE = (
 
 
 @pytest.mark.parametrize(
-    ("error", "expected"),
+    "error, expected",
     [
         (MemoryError(), True),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"), True),
@@ -79,7 +79,7 @@ def test_the_message_has_the_peak_what_holds_it_and_a_policy_that_fits():
     assert peak_of(fits, 0).num_bytes <= limit < whole.num_bytes
 
 
-@pytest.mark.parametrize(("share", "near"), [(1.01, True), (1.1, False)])
+@pytest.mark.parametrize("share, near", [(1.01, True), (1.1, False)])
 def test_a_prediction_just_below_the_memory_is_not_blamed_on_something_else(share, near):
     whole = peak_of(large_run(), 0)
     text = message_of(large_run(memory_limit=f"{int(share * whole.num_bytes)}B"))
@@ -143,7 +143,7 @@ def test_the_second_step_is_measured_and_compared(monkeypatch, capsys, tmp_path)
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    ("policy", "contiguous"), [("*:none@host(core_attn+linear_fc1)", False), ("*:full", True)]
+    "policy, contiguous", [("*:none@host(core_attn+linear_fc1)", False), ("*:full", True)]
 )
 def test_the_measured_peak_has_the_buffers_that_outlive_a_step(policy, contiguous):
     """The buffers of @host and the arena are 22 % and 10 % of these peaks."""
@@ -166,7 +166,7 @@ def test_the_measured_peak_has_the_buffers_that_outlive_a_step(policy, contiguou
 
 
 @pytest.mark.parametrize(
-    ("limits", "expected"),
+    "limits, expected",
     [(["max"], 3 << 30), (["1048576"], 1 << 20), ([str(1 << 62)], 3 << 30), ([], 3 << 30)],
 )
 def test_the_limit_of_the_control_group_counts_where_it_is_lower(

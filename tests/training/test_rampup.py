@@ -138,7 +138,7 @@ def walked(total, consumed, micro, rank, ranks, *, sharded):
 
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize(
-    ("total", "micro", "ranks"), [(23, 2, 3), (24, 2, 3), (7, 1, 1), (50, 4, 2), (31, 2, 4)]
+    "total, micro, ranks", [(23, 2, 3), (24, 2, 3), (7, 1, 1), (50, 4, 2), (31, 2, 4)]
 )
 def test_every_rank_reads_what_the_walk_reads_from_every_point(total, micro, ranks, sharded):
     order, step = cyclic_order(total, sharded=sharded), micro * ranks

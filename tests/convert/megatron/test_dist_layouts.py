@@ -57,7 +57,7 @@ def save(root, *, stacked=True, common=None, config=CONFIG, **more):
 
 
 @pytest.mark.parametrize(
-    ("stacked", "settings"),
+    "stacked, settings",
     [(True, LLAMA), (False, LLAMA), (True, {**EXPERTS, "moe_layer_freq": 1}), (False, EXPERTS)],
 )
 def test_stacked_and_numbered_layers_are_read(stacked, settings, tmp_path):

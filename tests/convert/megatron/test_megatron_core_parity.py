@@ -107,7 +107,7 @@ CASES = [("llama", 1, F32), ("llama", 1, BF16), ("gpt2", 2, F32), ("experts", 1,
 CASES += [("mixtral", 1, F32), ("latents", 1, F32), ("deepseek", 1, F32)]
 
 
-@pytest.mark.parametrize(("name", "tp_size", "dtype"), CASES)
+@pytest.mark.parametrize("name, tp_size, dtype", CASES)
 @pytest.mark.parametrize("format_name", SOURCES)
 def test_a_converted_checkpoint_has_megatron_cores_logits_loss_and_states(
     saved, format_name, name, tp_size, dtype
@@ -135,7 +135,7 @@ def test_a_converted_checkpoint_has_megatron_cores_logits_loss_and_states(
 
 @pytest.mark.parametrize("target_name", SOURCES)
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    "name, dtype",
     [
         ("llama", F32),
         ("experts", F32),
@@ -184,7 +184,7 @@ def load(rank, world_size, root, name, format_name):
 
 @pytest.mark.runs(daily=2, ci=4)
 @pytest.mark.parametrize(
-    ("name", "tp_size"),
+    "name, tp_size",
     [
         pytest.param("llama", 1, marks=pytest.mark.long),
         *(("gpt2", 2), ("experts", 1), ("mixtral", 1), ("latents", 1), ("deepseek", 1)),
