@@ -69,7 +69,7 @@ def written(folder, text, **values):
     return str(path)
 
 
-@pytest.mark.parametrize("text", [GPT2, LLAMA_3_8B, QWEN2_0_5B], ids=["gpt2", "llama", "qwen2"])
+@pytest.mark.parametrize("text", [GPT2, LLAMA_3_8B, QWEN2_0_5B])
 def test_the_file_gives_the_model_and_its_vocabulary(text, tmp_path):
     path = written(tmp_path, text)
     expected = from_hf(json.loads(text))

@@ -59,7 +59,7 @@ def tensors(folder):
     }
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=[False, True])
 def saved(request, tmp_path_factory):
     """Trained in one layout, and written again by one rank: the reference."""
     folder, untied = tmp_path_factory.mktemp("saved"), request.param

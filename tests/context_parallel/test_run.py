@@ -30,7 +30,6 @@ def validated(rank, world_size, config):
         (LLAMA, 4, dict(cp_comm_type="allgather"), LAYOUTS["zero1, overlap"]),
         (LLAMA, 4, dict(pipeline_model_parallel_size=2), LAYOUTS["replicated"]),
     ],
-    ids=["gpt-cp2", "gpt-cp2-fsdp2", "llama-cp2-dp2-zero1", "llama-cp2-pp2"],
 )
 def test_ten_losses_and_the_validation_loss_are_those_of_one_rank(
     tmp_path, model, world_size, layout, data_parallel

@@ -24,9 +24,7 @@ def script(block, where, number):
 
 # .ci/run itself runs the commands of README.md, the first page: here they come last, and weekly.
 @pytest.mark.runs(daily=0)
-@pytest.mark.parametrize(
-    "page", [page for page in reversed(PAGES) if RUN[page]], ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", [page for page in reversed(PAGES) if RUN[page]])
 def test_the_commands_of_a_page_work_one_after_the_other(page):
     with folder() as where:
         blocks = enumerate(RUN[page])

@@ -22,9 +22,7 @@ SHARED = [page for page in COMMAND_PAGES if page.name in ("README.md", "planning
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "pages",
-    [SHARED, *([page] for page in COMMAND_PAGES if page not in SHARED)],
-    ids=lambda pages: "-".join(page.stem for page in pages),
+    "pages", [SHARED, *([page] for page in COMMAND_PAGES if page not in SHARED)]
 )
 def test_what_commands_print_is_not_stale(pages):
     assert [difference(page) for page in pages] == [""] * len(pages)

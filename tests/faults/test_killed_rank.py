@@ -59,7 +59,7 @@ def test_the_others_name_it_and_the_resumed_run_equals_an_uninterrupted_one(
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("more", [[], ["--async-save"]], ids=["sync", "async"])
+@pytest.mark.parametrize("more", [[], ["--async-save"]])
 @pytest.mark.parametrize("victim, function", [(1, "checksum_of"), (1, "FileRow"), (0, "sync")])
 def test_a_rank_that_dies_in_a_save_ends_the_others(tmp_path, victim, function, more):
     """In the middle of a rank's files, once every rank knows all files, and after the manifest."""

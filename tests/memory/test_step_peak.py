@@ -130,7 +130,7 @@ def check(case):
 
 
 @pytest.mark.runs(daily=2, ci=4)
-@pytest.mark.parametrize("case", (*CASES, *CASES_HERE), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", (*CASES, *CASES_HERE))
 def test_the_peak_of_a_real_step_is_predicted_within_five_per_cent(case):
     check(case)
 
@@ -184,7 +184,7 @@ def test_a_large_16_bit_gradient_never_exists_whole(untied, monkeypatch):
     assert abs(row.ratio - 1.0) < 0.04, row
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES)
 def test_a_backward_frees_what_the_forward_left(case):
     config = case.config
     for rank in range(config.parallel.pipeline_model_parallel_size):

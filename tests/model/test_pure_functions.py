@@ -120,8 +120,8 @@ def check(case, kernels, dtype):
     assert torch.equal(grad, before)  # autograd may use it elsewhere too
 
 
-@pytest.mark.parametrize("kernels", [None, CompiledKernels()], ids=["torch", "compiled"])
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("kernels", [None, CompiledKernels()])
+@pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("name", CASES)
 def test_values_gradients_and_what_is_kept(name, dtype, kernels, monkeypatch):
     uncompiled_kernels(monkeypatch)
@@ -130,7 +130,7 @@ def test_values_gradients_and_what_is_kept(name, dtype, kernels, monkeypatch):
 
 @pytest.mark.weekly
 @NEEDS_COMPILER
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_as_the_compiler_makes_them(name, dtype):
     kernels = CompiledKernels()

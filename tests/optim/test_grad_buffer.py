@@ -82,7 +82,7 @@ def test_buckets_are_sent_during_the_last_backward_with_overlap_else_afterwards(
     assert on_ranks(work, 2)[0] == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_vectors_that_wait_for_the_end_of_a_step_have_the_same_sums(dtype):
     """As on a GPU: two steps of two micro-batches, the last without some of the vectors."""
     found = []

@@ -170,7 +170,7 @@ MPI = {
 PALS = dict(PALS_RANKID="2", PALS_LOCAL_RANKID="0", PMI_SIZE="4")
 
 
-@pytest.mark.parametrize("launcher, environ", [*MPI.items(), ("PMI", PALS)], ids=lambda _: "")
+@pytest.mark.parametrize("launcher, environ", [*MPI.items(), ("PMI", PALS)])
 def test_a_process_of_another_launcher_knows_its_place(launcher, environ):
     expected = Launch(
         launcher=launcher,

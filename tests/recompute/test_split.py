@@ -28,7 +28,7 @@ def _callers_tensor(rank, world_size, grad):
         )
 
 
-@pytest.mark.parametrize("grad", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("grad", [True, False])
 def test_the_callers_tensor_is_left_alone(grad):
     assert run_ranks(_callers_tensor, 2, grad) == [(True, True)] * 2
 

@@ -71,7 +71,6 @@ def test_a_tool_of_one_process_does_not_mind_a_broken_launch(monkeypatch, capsys
         ["pretrain_gpt.py", *SMALL_RUN, *MOCK, "--explain-recompute"],
         ["-m", "megatron_lite.tools.translate_recompute", "tests/tools/configs/oslo_v3.json"],
     ],
-    ids=["explain", "tool"],
 )
 def test_a_command_whose_output_nobody_reads_dies_of_sigpipe_in_silence(command):
     done = subprocess.run(

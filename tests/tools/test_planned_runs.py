@@ -28,7 +28,6 @@ EXPERTS = "--num-experts 4 --moe-router-topk 1 --moe-token-dispatcher-type allto
             "--recompute-policy *:full+mlp/2",
         ),
     ],
-    ids=["experts", "two exchanges", "tiles"],
 )
 def test_the_command_of_a_plan_trains(flags, has):
     found = ended(plan.main, [*SIZES.split(), *flags.split(), "--json", "-"])

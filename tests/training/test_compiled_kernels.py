@@ -79,7 +79,6 @@ def faults(rank, world_size, layout, variants, dtype, dropout):
 @pytest.mark.parametrize(
     "layout, variants",
     [(LAYOUTS[0], VARIANTS[:1]), *product(LAYOUTS, (VARIANTS[::2], VARIANTS[1::2]))],
-    ids=str,
 )
 def test_kernels_equal_torchs_operators_and_no_policy_changes_a_bit(layout, variants):
     """In float64 up to rounding, with dropout: the masks have the same bits."""
@@ -108,7 +107,6 @@ def test_no_policy_changes_a_bit_of_a_compiled_run():
         (dict(fp32_residual_connection=True, apply_layernorm_1p=True), "*:layernorm", None),
         (dict(fp32_residual_connection=True, normalization="RMSNorm"), "*:none", None),
     ],
-    ids=str,
 )
 def test_the_kept_bytes_are_predicted(tmp_path, model, policy, statistics):
     """In bf16 LayerNorm keeps float32 statistics, which torch's own kernel rounds to bf16. The
@@ -147,7 +145,6 @@ def test_the_kept_bytes_are_predicted(tmp_path, model, policy, statistics):
         (1, f"--bf16 {peaks.LLAMA}"),
         (2, f"{peaks.TP} {peaks.SEQUENCE} {MANY_TOKENS} {peaks.LLAMA} --bf16"),
     ],
-    ids=str,
 )
 def test_the_peak_of_compiled_kernels_is_predicted(ranks, flags):
     """Real kernels, in a real step. With many tokens a layer decides, else the loss."""

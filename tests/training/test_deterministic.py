@@ -21,7 +21,7 @@ def torchs_settings():
 
 @pytest.mark.runs(daily=2, ci=3)
 @pytest.mark.parametrize("policy", ["*:none", "*:full", "*:core_attn+layernorm+mlp+dropout"])
-@pytest.mark.parametrize("training", [dict(bf16=True), dict(loss_chunk_size=7)], ids=str)
+@pytest.mark.parametrize("training", [dict(bf16=True), dict(loss_chunk_size=7)])
 def test_no_figure_depends_on_memory_that_nothing_has_written(
     tmp_path, monkeypatch, training, policy
 ):
