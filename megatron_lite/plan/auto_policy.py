@@ -160,27 +160,20 @@ def fitted(run: Plan, budget_bytes: int, *, or_smallest: bool = True, climbs: bo
         return whole
     search = RankMixes(run)
     spaces = search.spaces(search.least(), budget_bytes)
-    best, chosen, tried, plans = None, list[StageMix](), [], list[Plan]()
-    low = high = None  # the largest spaces that are known to fit, and the smallest that do not
+    best, chosen, plans = None, list[StageMix](), list[Plan]()
     for _ in range(ROUNDS):
         mixes = search.mixes(spaces)
-        if mixes is None or mixes in tried:
+        if mixes is None or mixes == chosen:
             break
-        tried.append(mixes)
-        plans.append(found := search.plan(mixes))
-        lacks = found.peak.num_bytes - budget_bytes
+        found, chosen = search.plan(mixes), mixes
+        plans.append(found)
         corrected = search.spaces(mixes, budget_bytes)
-        if lacks <= 0:
-            best, low, chosen = found, spaces, mixes
-        else:
-            high = spaces
-        if low and high:
-            spaces = {rank: (low[rank] + high[rank]) // 2 for rank in spaces}
-        else:
-            nearer = max if low else min
-            spaces = {rank: nearer(space, corrected[rank]) for rank, space in spaces.items()}
-            if high and found.peak.rank not in spaces:  # the correction has not seen this rank
-                spaces[search.alike[found.peak.rank]] -= lacks
+        if found.peak.fits(budget_bytes):
+            best = found
+            break
+        spaces = {rank: min(space, corrected[rank]) for rank, space in spaces.items()}
+        if found.peak.rank not in spaces:  # the correction has not seen this rank
+            spaces[search.alike[found.peak.rank]] -= found.peak.num_bytes - budget_bytes
     if best:
         if climbs:
             plans.append(best := search.climbed(best, chosen, budget_bytes))
