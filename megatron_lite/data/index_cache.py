@@ -26,7 +26,6 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_lite.config.checks import InputError, Values
-from megatron_lite.parallel.messages import print_line
 
 from .durable_files import checksum_of, sync
 
@@ -93,9 +92,9 @@ def kept_arrays(
                 if os.path.lexists(path):
                     return _read(path, fault)
             except Damage as damage:
-                print_line(
-                    f"warning: the index cache is damaged and is built again: {damage}", sys.stderr
-                )
+                text = f"warning: the index cache is damaged and is built again: {damage}"
+                with suppress(OSError):  # standard error may be full
+                    print(text, file=sys.stderr, flush=True)
             _write(path, build())
             return _read(path, fault)
     except OSError as error:

@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from copy import copy
 from functools import partial
 from itertools import chain, count
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from megatron_lite.parallel.messages import print_line
 from megatron_lite.parallel.torch_internals import has_values, tree_map_only, unreduced_gradients
 from megatron_lite.parallel.weights import local_part
 from megatron_lite.recompute.contents import Contents, Part, mapped, sharded, tensors_of
@@ -153,7 +152,8 @@ class Step:
         if time.monotonic() - self._told > PATIENCE and os.environ.get("RANK", "0") == "0":
             self._told = time.monotonic()
             text = f"fit_memory_: run {len(self._shapes)} of the step{where}"
-            print_line(text, sys.stderr)
+            with suppress(OSError):  # standard error may be full
+                print(text, file=sys.stderr, flush=True)
 
     def _see_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._is_compiled |= torch.compiler.is_compiling()  # a compiler takes the hook along

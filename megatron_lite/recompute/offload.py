@@ -106,10 +106,8 @@ class Offload:
         wanted: whether a storage that is saved now, for the first time, is moved.
         """
         group = _SegmentCopies(self._before)
-        waiting, leaving = (
-            list[_OnHost](),
-            list[weakref.ref[_OnHost]](),
-        )  # before and after copy_out
+        waiting = list[_OnHost]()  # not copied out yet
+        leaving = list[weakref.ref[_OnHost]]()
 
         def move(tensor: Tensor) -> MovedStorage:
             copy_out(next_node_number())

@@ -218,7 +218,7 @@ MUTANTS += [
 @replaces("finish", Offload)
 def originals_are_freed_before_they_are_copied(_, self):
     for copy in self._leaving:
-        copy.original = None
+        copy().original = None
 
 
 @replaces("take", Pool)
