@@ -8,7 +8,7 @@ so that none of them is ignored silently.
 
 import re
 import reprlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 MAX_STEP = 999_999
@@ -73,13 +73,14 @@ class Settings:
     given: the values by their names here. Null and false count as missing.
     read: the places of the file that were read, and those that they refer to. What lies below them
         counts as read too.
+    flags: those beside the policy.
     """
 
     def __init__(self, system: str, config: Any, tables: Iterable[Table]) -> None:
         self.system, self.config, self._tables = system, config, tables
         self.given: dict[str, Any] = {}
         self.read: set[str] = set()
-        self.notes: list[str] = []
+        self.flags, self.notes = list[str](), list[str]()
         self.require(isinstance(config, Mapping), f"expected an object, got {shown(config)}")
         self._read(config, "")
 
@@ -167,8 +168,8 @@ class Settings:
         self.note(f"{rule} is for stages of {number} layers or more: others refuse it")
         return rule
 
-    def result(self, rules: Sequence[str], more: Iterable[str]) -> Translation:
-        """Returns the translation with these rules, further flags and all notes.
+    def result(self, policy: str) -> Translation:
+        """Returns the translation with this policy, unless it is "", other flags and all notes.
 
         Each key elsewhere in the file that concerns recomputation, offloading or wrapping gets a
         note.
@@ -182,8 +183,8 @@ class Settings:
             )
         if len(found) > MAX_NOTES_ELSEWHERE:
             self.note(f"and {len(found) - MAX_NOTES_ELSEWHERE} more keys are not translated")
-        policy = ("--recompute-policy", "; ".join(rules)) if rules else ()
-        return Translation((*policy, *more), tuple(self.notes))
+        words = ["--recompute-policy", policy] if policy else []
+        return Translation((*words, *self.flags), tuple(self.notes))
 
 
 def inside(value: Any, place: str = "") -> Iterator[tuple[str, str, Any]]:

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from .translation import NOTHING, WHOLE_LAYERS, Key, Settings, Table, Translation, everything, shown
 
-Found = tuple[Sequence[str], Sequence[str]]  # the rules of a policy, and further flags
 ANYWHERE = ".*"
 SWITCH, NUMBER, LIST = Key(), Key((int, None)), Key((list, None))
 SILENT = "so nothing is said of recomputation: choose a --recompute-policy yourself"
@@ -52,7 +51,7 @@ TORCHTUNE = {
 EMBEDDING_AND_OUTPUT = {"tok_embeddings", "output"}  # names in torchtune, maybe after "decoder."
 
 
-def from_torchtune(found: Settings) -> Found:
+def from_torchtune(found: Settings) -> str:
     """Translates a recipe's keys on activation checkpointing, offloading and wrapping.
 
     If both `enable_activation_checkpointing` and `ac_mode` are set, torchtune applies neither; here
@@ -72,21 +71,22 @@ def from_torchtune(found: Settings) -> Found:
             f"ac_mode {mode} beside enable_activation_checkpointing true makes torchtune apply "
             "neither; here ac_mode says how"
         )
-    rules = [_of_mode(found, mode or (WHOLE if enabled else NONE), "ac_option")]
+    rule = _of_mode(found, mode or (WHOLE if enabled else NONE), "ac_option")
     if given("enable_activation_offloading"):
         found.require(
             enabled is True,
             "enable_activation_offloading needs enable_activation_checkpointing true",
         )
-        rules = _on_the_host(rules[0])
+        rule = _on_the_host(rule)
     names = {str(name).removeprefix("decoder.") for name in given("custom_sharded_layers", ())}
     if names not in (set(), EMBEDDING_AND_OUTPUT):
         found.note(
             f"custom_sharded_layers {shown(sorted(names))} has no counterpart: "
             "--fsdp-memory-efficient-wrapping is for token embedding and output projection"
         )
-    wrapped = given("wrapped") or names & EMBEDDING_AND_OUTPUT
-    return rules, ["--use-torch-fsdp2", "--fsdp-memory-efficient-wrapping"] if wrapped else []
+    if given("wrapped") or names & EMBEDDING_AND_OUTPUT:
+        found.flags += ["--use-torch-fsdp2", "--fsdp-memory-efficient-wrapping"]
+    return rule
 
 
 def _of_mode(found: Settings, mode: str, key: str, default: object = None) -> str:
@@ -105,9 +105,9 @@ def _of_mode(found: Settings, mode: str, key: str, default: object = None) -> st
     return found.every(option, f"{key} of selective must be 'op', or it")
 
 
-def _on_the_host(rule: str) -> list[str]:
+def _on_the_host(rule: str) -> str:
     """Returns the rules that move what every layer keeps to the host, rebuilt or not."""
-    return [f"{rule}@host", *[f"{NOTHING}@host"] * (not rule.startswith("*"))]
+    return f"{rule}@host" + f"; {NOTHING}@host" * (not rule.startswith("*"))
 
 
 def _operators(keys: Container[str]) -> str:
@@ -140,7 +140,7 @@ TORCHTITAN = {
 }
 
 
-def from_torchtitan(found: Settings) -> Found:
+def from_torchtitan(found: Settings) -> str:
     """Translates the table `activation_checkpoint` of a job config.
 
     The default of `mode` is selective, and the default option is every 2nd layer, up to version
@@ -162,7 +162,7 @@ def from_torchtitan(found: Settings) -> Found:
             default = "op"
         elif mode == SELECTIVE and OPTION not in found.given:
             found.note(f"{OPTION} is not given: 2 up to version 0.2, but 'op' from 0.3 on")
-        return [_of_mode(found, mode, OPTION, default)], []
+        return _of_mode(found, mode, OPTION, default)
     found.require(
         "compiled" in found.given and "model" in found.given.get("components", ["model"]),
         "mode memory_budget needs the table compile with enable true, and model in its components: "
@@ -170,7 +170,8 @@ def from_torchtitan(found: Settings) -> Found:
     )
     found.require(0 <= budget <= 1, f"memory_budget must be from 0 to 1 (got {shown(budget)})")
     found.read.add("compile")
-    return [], ["--torch-compile", "--activation-memory-budget", str(float(budget))]
+    found.flags += ["--torch-compile", "--activation-memory-budget", str(float(budget))]
+    return ""
 
 
 # --- DeepSpeed and OSLO ---
@@ -196,7 +197,7 @@ PARTITIONING = {
 }
 
 
-def from_section(found: Settings) -> Found:
+def from_section(found: Settings) -> str:
     """Translates the section `activation_checkpointing` of a config of DeepSpeed or OSLO.
 
     Partitioning needs the tensor-parallel size, from the file or given by the user. In DeepSpeed
@@ -217,7 +218,7 @@ def from_section(found: Settings) -> Found:
         for name in ("split", "host", "contiguous"):
             if given(name):
                 found.note(f"{theirs[name]} does nothing without enable true")
-        return [NOTHING], []
+        return NOTHING
     # 0 and 1 turn DeepSpeed's own splitting off: the size is then that of the caller.
     if given("autotp_size", 0) not in (0, 1):
         found.give(SIZE, given("autotp_size"))
@@ -234,11 +235,12 @@ def from_section(found: Settings) -> Found:
         f"{theirs['split']} splits inputs over tensor-parallel ranks and needs a tensor-parallel "
         f"size > 1 (got {tp_size}): give --tp N, or set it to false",
     )
-    more = ["--contiguous-saved-activations"] if contiguous else []
+    if contiguous:
+        found.flags += ["--contiguous-saved-activations"]
     if split and size:
-        more += ["--tensor-model-parallel-size", str(size)]
+        found.flags += ["--tensor-model-parallel-size", str(size)]
     store = "+".join(["split"] * bool(split) + ["host"] * bool(host))
-    return [WHOLE_LAYERS + f"@{store}" * bool(store)], more
+    return WHOLE_LAYERS + f"@{store}" * bool(store)
 
 
 # --- Modalities ---
@@ -264,7 +266,7 @@ LAYER_CLASSES = ("Block", "DecoderLayer", "TransformerLayer", "EncoderLayer")
 MLP_CLASSES = ("TransformerMLP", "SwiGLU", "MLP")
 
 
-def from_modalities(found: Settings) -> Found:
+def from_modalities(found: Settings) -> str:
     """Translates a whole config, or one component of it.
 
     A config of Modalities is a graph of components, each a mapping with a `config`. Every component
@@ -280,7 +282,7 @@ def from_modalities(found: Settings) -> Found:
     variant, parameters = given.get(BY_VARIANT), given.keys() & {*VARIANTS.values()}
     if BY_CLASS in given:
         found.require(variant is None, f"both {BY_CLASS} and {BY_VARIANT}: leave one of them out")
-        return [_of_classes(found, given[BY_CLASS])], []
+        return _of_classes(found, given[BY_CLASS])
     if variant is None:
         is_whole = "modalities" in systems_of(found.config)
         found.require(
@@ -288,21 +290,21 @@ def from_modalities(found: Settings) -> Found:
             f"there is no component activation_checkpointed, and no {BY_VARIANT}, {SILENT}",
         )
         found.note("no component activation_checkpointed is in use, so nothing is recomputed")
-        return [NOTHING], []
+        return NOTHING
     parameter = VARIANTS[variant]
     for name in parameters - {parameter}:
         found.require(False, f"{name} does not belong to {variant}: leave it out")
     if parameter == "ac_freq":
-        return [found.every(given.get(parameter), parameter)], []
+        return found.every(given.get(parameter), parameter)
     if not parameter:
-        return [WHOLE_LAYERS], []
+        return WHOLE_LAYERS
     keys = given.get(parameter) or [None]
     for key in keys:
         found.require(
             key in (*OPERATORS, ROUTER),
             f"{parameter} must be one of {', '.join((*OPERATORS, ROUTER))} (got {shown(key)})",
         )
-    return [_operators(keys)], []
+    return _operators(keys)
 
 
 def _of_classes(found: Settings, names: Sequence[Any]) -> str:
@@ -350,7 +352,7 @@ HF_KWARGS = {
 }
 
 
-def from_hf(found: Settings) -> Found:
+def from_hf(found: Settings) -> str:
     """Translates the keys of Trainer, TRL, axolotl and NeMo Automodel on activation checkpointing.
 
     The keys may be at any place of the file. The flags also hold for other people's models:
@@ -390,8 +392,8 @@ def from_hf(found: Settings) -> Found:
     elif mode:
         rule = found.every(given("every_n_layers", 1), "every_n_layers", from_first=True)
     if mode in OFFLOADING or everywhere:
-        return _on_the_host(rule), []
-    return [rule + "@host" * bool(mode and given("offload"))], []
+        return _on_the_host(rule)
+    return rule + "@host" * bool(mode and given("offload"))
 
 
 # --- all systems ---
@@ -400,13 +402,13 @@ def from_hf(found: Settings) -> Found:
 class System(NamedTuple):
     """A system.
 
-    translate: makes rules and flags of its settings. tables: those of the sections that it reads,
-    of which the first that fits a section counts.
+    translate: makes a policy of its settings, or "", and adds other flags to them. tables: those of
+    the sections that it reads, of which the first that fits a section counts.
     marks: what only this system has among the lines "PLACE=VALUE" of a config, as a regular
     expression. A mapping's value is "".
     """
 
-    translate: Callable[[Settings], Found]
+    translate: Callable[[Settings], str]
     tables: Sequence[Table]
     marks: str
 
@@ -489,7 +491,7 @@ def translated(config: Any, system: str, tp_size: int | None = None) -> Translat
     if tp_size is not None:
         found.require(system in PARTITIONING, "--tp belongs to deepspeed and oslo: leave it out")
         found.give("--tp", tp_size)
-    return found.result(*translate(found))
+    return found.result(translate(found))
 
 
 def systems_of(config: Any) -> tuple[str, ...]:
