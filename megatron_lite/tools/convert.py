@@ -16,7 +16,8 @@ from typing import Any
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted
-from megatron_lite.config.run_flags import Parser
+from megatron_lite.config.run_flags import add_settings, taken
+from megatron_lite.config.setting import Settings, count, required, setting, settings_of
 from megatron_lite.parallel.signals import postponed
 
 from .command import tool
@@ -44,7 +45,23 @@ def formats() -> dict[str, ModuleType]:
     return {"hf": hf, "megatron-lite": native, "megatron": legacy, "megatron-dist": dist}
 
 
-def convert(args: argparse.Namespace) -> None:
+class ConvertSettings(Settings):
+    """What is converted. tp_size, pp_size: over how many ranks the files are split."""
+
+    source: str = required("the format of --load", name="--from", choices=FORMAT_HELP)
+    target: str = required("the format to write", name="--to", choices=FORMAT_HELP)
+    load: str = required("what to read; it is not changed")
+    save: str = required("the directory to write; it must not exist")
+    tp_size: int = count("ranks that split each layer", 1, name="--tensor-model-parallel-size")
+    pp_size: int = count("ranks that split the layers", 1, name="--pipeline-model-parallel-size")
+    family: str | None = setting(
+        "with --to hf: the model_type to write, instead of the first one that expresses the model "
+        "exactly",
+        name="--hf-family",
+    )
+
+
+def convert(args: ConvertSettings) -> None:
     """Converts.
 
     Raises InputError for a fault in the flags, in the source or in the target. A signal ends it
@@ -56,17 +73,14 @@ def convert(args: argparse.Namespace) -> None:
     known = formats()
     target = known[args.target]
     options = {}
-    for flag, name, value, default in (
-        ("--tensor-model-parallel-size", "tp_size", args.tensor_model_parallel_size, 1),
-        ("--pipeline-model-parallel-size", "pp_size", args.pipeline_model_parallel_size, 1),
-        ("--hf-family", "family", args.hf_family, None),
-    ):
-        if default == 1 and value < 1:
-            raise InputError(f"{flag} must be at least 1 (got {value})")
+    for name in ("tp_size", "pp_size", "family"):
+        one, value = settings_of(ConvertSettings)[name], getattr(args, name)
         if name in inspect.signature(target.write).parameters:
             options[name] = value
-        elif value != default:
-            raise InputError(f"{flag} {value} does not apply to --to {args.target}: leave it out")
+        elif value != one.default:
+            raise InputError(
+                f"{one.with_value(value)} does not apply to --to {args.target}: leave it out"
+            )
     load, save = Path(args.load), Path(args.save)
     check_absent(save)
     with postponed() as check, crafted(f"--load {load}"):
@@ -92,33 +106,11 @@ def convert(args: argparse.Namespace) -> None:
     print(f"{save}: converted from {load} ({args.source} -> {args.target})", flush=True)
 
 
-def _add_flags(parser: Parser) -> None:
-    add = parser.add_argument
-    add("--from", dest="source", required=True, choices=FORMAT_HELP, help="the format of --load")
-    add("--to", dest="target", required=True, choices=FORMAT_HELP, help="the format to write")
-    add("--load", required=True, metavar="SRC", help="what to read; it is not changed")
-    add("--save", required=True, metavar="DST", help="the directory to write; it must not exist")
-    for name in ("tensor", "pipeline"):
-        add(
-            f"--{name}-model-parallel-size",
-            type=int,
-            default=1,
-            metavar="N",
-            help="how many ranks the files are split over along this axis (default: 1)",
-        )
-    add(
-        "--hf-family",
-        metavar="NAME",
-        help="with --to hf: the model_type to write, instead of the first one that expresses the "
-        "model exactly",
-    )
-
-
 main = tool(
     "python -m megatron_lite.tools.convert",
     "Converts weights between formats.",
-    _add_flags,
-    convert,
+    lambda parser: add_settings(parser, ConvertSettings),
+    lambda args: convert(taken(ConvertSettings, args)),
     epilog="formats:\n" + "".join(f"  {name:16} {text}\n" for name, text in FORMAT_HELP.items()),
     formatter_class=argparse.RawDescriptionHelpFormatter,
 )
