@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from . import hf_rotary, hf_rules
-from .checks import InputError, Values, as_whole, flag, parse_json, quoted, shown
+from .checks import InputError, Values, as_whole, flag, input_faults, parse_json, quoted, shown
 from .hf_rotary import LENGTH, OF_RULE
 from .hf_rules import MOST_SIZE, REQUIRED, Config
 from .input_file import read_json
@@ -73,18 +73,17 @@ def read_hf_file(path: Path) -> KnownModel:
     Raises InputError, which names the file, if it cannot be read or does not map.
     """
     file = path / CONFIG if path.is_dir() else path
+    if not path.exists():
+        raise InputError(
+            f"{path}: cannot be read (No such file or directory). Give a config.json on this "
+            "machine, or the folder that has it; nothing is downloaded (from the Hub: hf download "
+            f"NAME {CONFIG} --local-dir FOLDER)"
+        )
     try:
-        return from_hf(read_json(file))
+        with input_faults(f"{file}: "):
+            return from_hf(read_json(file))
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        text = str(error) if isinstance(error, InputError) else f"{file}: {error}"
-        if not path.exists():
-            text += (
-                ". Give a config.json on this machine, or the folder that has it; nothing is "
-                f"downloaded (from the Hub: hf download NAME {CONFIG} --local-dir FOLDER)"
-            )
-        raise InputError(text) from error
 
 
 def from_hf(config: Any) -> KnownModel:
@@ -104,14 +103,12 @@ def from_hf(config: Any) -> KnownModel:
             f"only {', '.join(FAMILIES)}{f'; the nearest is {near[0]}' if near else ''}"
         )
     family, reader = FAMILIES[name], Config(config)
-    fields, keys = dict(family["fields"]), dict[str, str]()
+    fields, given = dict(family["fields"]), dict[str, tuple[str, Any]]()
     for key, row in family["keys"].items():
         fields[row["field"]] = value = _field_of(reader, key, row)
-        first = keys.setdefault(row["field"], key)
-        if first != key and config.get(first, row["default"]) != config.get(key, row["default"]):
-            raise ValueError(
-                f"{first} {config.get(first)} with {key} {value}: both are {flag(row['field'])}"
-            )
+        first, other = given.setdefault(row["field"], (key, value))
+        if other != value:
+            raise ValueError(f"{first} {other} with {key} {value}: both are {flag(row['field'])}")
     for key, only in family["only"].items():
         value = reader.get(key)
         # transformers reads null as false, and a missing key as its default

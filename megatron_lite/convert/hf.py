@@ -102,10 +102,13 @@ def source(path: Path) -> WeightSource:
             opened = open_tensors(file)
             for name in opened.keys():  # noqa: SIM118, no mapping
                 found.append((name, TensorInFile(file, opened.get_slice(name))))
-    has_base = any(name.startswith(f"{FAMILIES[family]['base']}.") for name, _ in found)
+    base = FAMILIES[family]["base"]
+    has_base = any(name.startswith(f"{base}.") for name, _ in found)
     held: dict[str, TensorInFile] = {}
     for name, one in found:
-        known = known_name(family, name, has_base=has_base)
+        known = RENAMED.get((family, name), name)
+        if not has_base and known != head_of(family):
+            known = f"{base}.{known}"
         if held.setdefault(known, one) is not one:
             raise InputError(
                 f"{one.file}: {name} holds the weight {known}, and so does "
@@ -321,12 +324,3 @@ def row_of(family: str, name: str, model: ModelConfig) -> Row:
     experts = range(model.num_experts or 1) if BY_EXPERT in LAYOUTS[found["layout"]] else (0,)
     theirs = [part.replace("*", str(one)) for one in experts for part in found["theirs"]]
     return Row([f"{prefix}.{part}.{kind}" for part in theirs], found["layout"], model)
-
-
-def known_name(family: str, name: str, *, has_base: bool) -> str:
-    """Returns the name under which a tensor of a file is known here.
-
-    has_base: whether the names in the files begin with the family's base, but for the head.
-    """
-    name = RENAMED.get((family, name), name)
-    return name if has_base or name == head_of(family) else f"{FAMILIES[family]['base']}.{name}"

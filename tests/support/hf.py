@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron_lite.config.hf_config import from_hf
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert.hf import known_name, row_of
+from megatron_lite.convert.hf import RENAMED, row_of
 from megatron_lite.convert.weights import is_buffer, parameter_specs
 
 # D = H / A: transformers' GPT-2 and GPT-NeoX know no other
@@ -337,7 +337,7 @@ def our_tensors(model, theirs, config):
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder, state_dict={key: one.clone() for key, one in theirs.items()})
         stored = load_file(f"{folder}/model.safetensors")
-    known = {known_name(family, name, has_base=True): tensor for name, tensor in stored.items()}
+    known = {RENAMED.get((family, name), name): tensor for name, tensor in stored.items()}
     names = [name for name in parameter_specs(config, V) if not is_buffer(name)]
     rows = {name: row_of(family, name, config) for name in names}
     return {name: row.join([known[part] for part in row.theirs]) for name, row in rows.items()}
