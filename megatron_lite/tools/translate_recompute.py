@@ -18,7 +18,6 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.run_flags import Parser
 
 from .command import tool
+from .translation import inside
 from .translators import SYSTEMS, systems_of, translated
 
 if sys.version_info >= (3, 11):
@@ -171,7 +171,7 @@ def _read_toml(text: str) -> Any:
 
 
 PARSERS: dict[str, Callable[[str], Any]] = {
-    "JSON": partial(parse_json),
+    "JSON": parse_json,
     "TOML": _read_toml,
     "YAML": lambda text: yaml.load(text, _Loader),
 }
@@ -186,9 +186,8 @@ def _size_of(value: Any, levels: int = MAX_DEPTH) -> int:
     """
     if levels < 0:
         raise ValueError(f"more than {MAX_DEPTH} levels deep")
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     size = 0
-    for below in inside:
+    for *_, below in inside(value):
         size += 1 + _size_of(below, levels - 1)
         if size > MAX_VALUES:
             raise ValueError(TOO_MANY)
