@@ -22,10 +22,6 @@ from megatron_lite.convert.weights import OUTPUT, WORDS, WeightSource
 from .torch_file import Inert
 
 SCALARS = (bool, int, float, str, type(None))
-MODEL_FIELDS = tuple(settings_of(ModelConfig))
-EXPERT_FIELDS = tuple(settings_of(ExpertSettings))
-# It changes how a layer is computed, not what: the converted model has this project's default.
-NOT_TAKEN = {"attention_backend"}
 # Fields that Megatron-LM has no argument for, or that are not converted, with the only value of
 # models that are.
 ONLY_HERE = {
@@ -43,7 +39,8 @@ OF_LATENTS = {*settings_of(LatentSettings), *settings_of(RotarySettings)} & ONLY
     *("latent_norm_epsilon", "rotary_base_local", "rope_attention_factor"),
     *("short_factor", "long_factor"),
 }
-SHARED = [name for name in MODEL_FIELDS if name not in NOT_TAKEN and name not in ONLY_HERE]
+# attention_backend says how a layer is computed, not what: the converted model has the default.
+SHARED = settings_of(ModelConfig).keys() - {*ONLY_HERE, "attention_backend"}
 # tables.json: the names of older releases (`names`) and of TE's fused norms (`norms`), in the order
 # in which they are replaced; the `order` of a layer's modules, which numbers the optimizer states;
 # the arguments that make a model another one (`variants`), beside the fields of Variants, with the
@@ -79,9 +76,9 @@ def _plain(value: Any) -> Any:
     return value.kind if isinstance(value, Inert) else f"a {type(value).__name__}"
 
 
-def shared(has_latents: Any) -> list[str]:
+def shared(has_latents: Any) -> set[str]:
     """Returns the fields of ModelConfig that are arguments of Megatron-LM for a model."""
-    return [*SHARED, *(OF_LATENTS if has_latents else ())]
+    return SHARED | OF_LATENTS if has_latents else SHARED
 
 
 def model_of(args: Values, where: str) -> ModelConfig:
@@ -105,14 +102,14 @@ def model_of(args: Values, where: str) -> ModelConfig:
         values["add_bias_linear"] = not args["disable_bias_linear"]
     if args.get("add_position_embedding") is False:
         values["position_embedding_type"] = "none"
-    values |= {name: args[name] for name in names if args.get(name) is not None}
+    values |= {name: one for name, one in args.items() if name in names and one is not None}
     if args.get("use_rotary_position_embeddings"):
         values["position_embedding_type"] = "rope"
     # Megatron does not read the number of groups and the settings of experts without a switch.
     if not values.get("group_query_attention"):
         values["num_query_groups"] = None
     if not values.get("num_experts"):
-        values |= dict.fromkeys(EXPERT_FIELDS)
+        values |= dict.fromkeys(settings_of(ExpertSettings))
     if args.get("openai_gelu"):
         values["bias_gelu_fusion"] = True  # both are the tanh approximation
     if type(base := values.get("rotary_base")) is float and base.is_integer():
