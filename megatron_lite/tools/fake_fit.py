@@ -8,7 +8,7 @@ the weights that are gathered at the peak.
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -335,9 +335,10 @@ def _inputs(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Ten
     If the model takes sound of any length, --seq-length is that of the sound. An input that the
     forward does not name is left out.
     """
-    config, main, accepted = model.config, model.main_input_name, _accepted(model)
+    config, main = model.config, model.main_input_name
+    accepted = inspect.signature(model.forward).parameters
     batch, length = given.micro_batch_size, given.seq_length
-    inputs = _images(model, given, dtype)
+    inputs = _images(model, accepted, given, dtype)
     image_tokens = inputs.pop("image_tokens", 0)
     sound: Any = getattr(config, "audio_config", getattr(config, "encoder_config", config))
     bins = getattr(sound, "num_mel_bins", None)
@@ -384,12 +385,13 @@ def _inputs(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Ten
     return {name: one for name, one in inputs.items() if name in accepted}
 
 
-def _accepted(model: Any) -> Any:
-    return inspect.signature(model.forward).parameters
+def _images(
+    model: Any, accepted: Collection[str], given: FitSettings, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Returns an image for each sample, and its tokens if they are apart from those of the text.
 
-
-def _images(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns an image for each sample, and its tokens if they are apart from those of the text."""
+    accepted: the names of what the forward takes.
+    """
     config, batch = model.config, given.micro_batch_size
     is_vision = model.main_input_name == "pixel_values"
     vision: Any = getattr(config, "vision_config", config if is_vision else None)
@@ -401,7 +403,7 @@ def _images(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Any
             raise InputError(f"{name} reads no images: leave --image-size out")
         return {}
     channels: int = getattr(vision, "in_channels", getattr(vision, "num_channels", 3))
-    if "spatial_shapes" in _accepted(model):  # Siglip 2 gets patches, as many as it has places for
+    if "spatial_shapes" in accepted:  # Siglip 2 gets patches, as many as it has places for
         side = int(vision.num_patches**0.5)
         numbers = channels * vision.patch_size**2
         return {
@@ -415,7 +417,7 @@ def _images(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Any
             "side"
         )
     height, width = (sizes, sizes) if isinstance(sizes, int) else sizes
-    if "image_grid_thw" in _accepted(model):  # Qwen2-VL and what descends from it
+    if "image_grid_thw" in accepted:  # Qwen2-VL and what descends from it
         merge = getattr(vision, "spatial_merge_size", 1)
         side = max(1, height // (vision.patch_size * merge)) * merge
         frames, patch_size = getattr(vision, "temporal_patch_size", 1), vision.patch_size
@@ -440,7 +442,7 @@ def _images(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Any
         from transformers.models.llava_next import modeling_llava_next as cuts
 
         shape[1:] = cuts.image_size_to_num_patches((height, width), grids, own), shape[1], own, own
-    elif "pixel_attention_mask" in _accepted(model):  # Idefics has several images for a sample
+    elif "pixel_attention_mask" in accepted:  # Idefics has several images for a sample
         shape[1:1] = [1]
     return inputs | {"pixel_values": torch.zeros(shape, dtype=dtype)}
 
