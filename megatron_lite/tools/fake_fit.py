@@ -46,9 +46,8 @@ from .stand_ins import StandIns
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ATEN = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
-RANGES = ATEN.arange.default, ATEN.arange.start, ATEN.arange.start_step, ATEN.linspace.default
-FILLED = ATEN.full.default, ATEN.zeros.default, ATEN.ones.default, ATEN.scalar_tensor.default
-MAKE_KNOWN = (*RANGES, *FILLED)
+# They make known values, if no tensor is among their arguments.
+MAKE_KNOWN = ATEN.arange, ATEN.linspace, ATEN.full, ATEN.zeros, ATEN.ones, ATEN.scalar_tensor
 EMPTY = ATEN.empty.memory_format
 MOST_INTEGERS, MOST_FLOATS = 1 << 16, 1 << 10  # of a tensor
 SAMPLES, FRAMES = 1000, 6  # of the sound of one token of text, 1/16 s
@@ -133,7 +132,8 @@ class SimulatedValues(SimulatedTensors):
             self.fake_tensor_converter.add_constant_storage_mapping(result)
         # Indices are made of an empty tensor and filled later.
         is_index = func is EMPTY and not result.is_floating_point()
-        if (func in MAKE_KNOWN or is_index) and _is_known(result):
+        makes_known = func.overloadpacket in MAKE_KNOWN and not tensors_of((args, kwargs))
+        if (makes_known or is_index) and _is_known(result):
             value = func(*args, **kwargs)  # no mode is active here
             value = value.zero_() if is_index else value
             return self.fake_tensor_converter.from_real_tensor(self, value, make_constant=True)
