@@ -247,11 +247,11 @@ def _extra_states(name: str, model: ModelConfig) -> Iterator[str]:
     layer, _ = layer_of(name)
     if layer is None or not LINEAR.search(name):
         return
-    of_layer = [(layer, model.num_layers)] if has_stacks(model) else []
-    count = (model.num_experts or 1) if EXPERTS in name else 1
+    is_stacked, of_experts = has_stacks(model), EXPERTS in name
+    count = (model.num_experts or 1) if of_experts else 1
+    sizes = [model.num_layers] * is_stacked + [count] * of_experts or [1]
     for expert in range(count):
-        of_expert = [(expert, count)] if EXPERTS in name else []
-        numbers, sizes = zip(*([*of_layer, *of_expert] or [(0, 1)]), strict=True)
+        numbers = [layer] * is_stacked + [expert] * of_experts or [0]
         yield (
             f"{dist_name(name, model).removesuffix('weight')}_extra_state/shard_"
             f"{'_'.join('.'.join(map(str, one)) for one in (numbers, sizes))}"
