@@ -50,14 +50,15 @@ class ConvertSettings(Settings):
 
     source: str = required("the format of --load", name="--from", choices=FORMAT_HELP)
     target: str = required("the format to write", name="--to", choices=FORMAT_HELP)
-    load: str = required("what to read; it is not changed")
-    save: str = required("the directory to write; it must not exist")
+    load: str = required("what to read; it is not changed", metavar="SRC")
+    save: str = required("the directory to write; it must not exist", metavar="DST")
     tp_size: int = count("ranks that split each layer", 1, name="--tensor-model-parallel-size")
     pp_size: int = count("ranks that split the layers", 1, name="--pipeline-model-parallel-size")
     family: str | None = setting(
         "with --to hf: the model_type to write, instead of the first one that expresses the model "
         "exactly",
         name="--hf-family",
+        metavar="NAME",
     )
 
 
