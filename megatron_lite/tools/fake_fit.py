@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import flop_registry
 
-from megatron_lite.config.checks import InputError, quoted, shown
+from megatron_lite.config.checks import InputError, as_list, quoted
 from megatron_lite.fit.gauges import Reading
 from megatron_lite.fit.layers import kind_of, layer_lists
 from megatron_lite.fit.measurement import Measurement
@@ -295,10 +295,7 @@ def _model(config: Any, dtype: torch.dtype) -> Any:
     import transformers
     from transformers.initialization import no_init_weights
 
-    names = config.get("architectures") or [""]
-    if not isinstance(names, list):
-        raise InputError(f"architectures must be a list of names (got {quoted(names)})")
-    name = str(names[0])
+    name = str(as_list(config.get("architectures") or [""], "architectures")[0])
     # Its later versions write Infinity as an object.
     decoded = getattr(transformers.PretrainedConfig, "_decode_special_floats", lambda it: it)
     try:
@@ -316,7 +313,7 @@ def _model(config: Any, dtype: torch.dtype) -> Any:
     except Exception as error:  # the library checks few values before it computes with them
         raise InputError(f"transformers cannot build this model: {_reason(error)}") from error
     raise InputError(
-        f"architectures: {shown(repr(name))} is no model of transformers: name one, such as "
+        f"architectures: {quoted(name)} is no model of transformers: name one, such as "
         "LlamaForCausalLM"
     )
 
