@@ -91,9 +91,7 @@ class Offload:
 
     def __init__(self, copy_streams: CopyStreams, *, kind: str) -> None:
         self._copy_streams, self._kind = copy_streams, kind
-        self._before: _SegmentCopies | None = None  # the last segment that offloaded a tensor
-        # The copies of the last segment. An error in a forward drops the graph, and these with it.
-        self._leaving: list[weakref.ref[_OnHost]] = []
+        self._before = _SegmentCopies(None)  # the last segment that offloaded a tensor
 
     @contextmanager
     def segment(
@@ -106,61 +104,59 @@ class Offload:
         wanted: whether a storage that is saved now, for the first time, is moved.
         """
         group = _SegmentCopies(self._before)
-        waiting = list[_OnHost]()  # not copied out yet
-        leaving = list[weakref.ref[_OnHost]]()
 
-        def move(tensor: Tensor) -> MovedStorage:
-            copy_out(next_node_number())
+        def move(tensor: Tensor) -> MovedStorage | None:
+            if not wanted():
+                return None
+            group.copy_out(next_node_number())
             slot = memory.take(tensor.untyped_storage().nbytes())
             copy = _OnHost(self._copy_streams, slot, group, tensor.detach())
             group.copies.append(weakref.ref(copy))
-            waiting.append(copy)
+            group.waiting.append(copy)
             return copy.memory
-
-        # An operator may save a tensor before it fills it (RReLU), so a copy begins when another
-        # operator saves, which has a larger number, or when the segment ends.
-        def copy_out(before: float = math.inf) -> None:
-            while waiting and waiting[0].next_node < before:
-                copy = waiting.pop(0)
-                copy.copy_out()
-                leaving.append(weakref.ref(copy))
-
-        group.copy_out = copy_out
 
         # The originals stay alive for one more segment. Without that the current stream would have
         # to wait for the copies at the end of each segment, before the allocator may use their
         # memory.
         try:
-            with moving(move, kind=self._kind, stay=stay, wanted=wanted):
+            with moving(move, kind=self._kind, stay=stay):
                 yield
         finally:
-            copy_out()
+            group.copy_out()
             self.finish()
-            self._leaving = leaving
-            self._before = group if leaving else self._before
+            self._before = group if group.copies else self._before
 
     def finish(self) -> None:
         """Frees the last segment's originals once the current stream waits for their copies."""
-        copies = [copy for each in self._leaving if (copy := each()) and copy.original is not None]
+        held = [copy for each in self._before.copies if (copy := each())]
+        copies = [copy for copy in held if copy.original is not None]
         for copy in copies[-1:]:
             self._copy_streams.wait(copy.left)
         for copy in copies:
             copy.free_original()
-        self._leaving = []
 
 
 class _SegmentCopies:
     """The copies of one segment. It refers to them weakly, while each copy holds its group.
 
-    So a copy lives only as long as the graph needs it.
+    So a copy lives only as long as the graph needs it. An error in a forward drops both.
 
-    before: the group of the segment before, if one offloaded a tensor.
+    before: the group of the segment before. waiting: the copies before their `copy_out`.
     """
 
     def __init__(self, before: _SegmentCopies | None) -> None:
         self.before = before
         self.copies: list[weakref.ref[_OnHost]] = []
-        self.copy_out: Callable[[], None] = lambda: None  # starts the copies that are due yet
+        self.waiting: list[_OnHost] = []
+
+    def copy_out(self, before: float = math.inf) -> None:
+        """Starts the copies of what operators with a smaller number than `before` have saved.
+
+        An operator may save a tensor before it fills it (RReLU), so a copy begins when another
+        operator saves, which has a larger number, or when the segment ends.
+        """
+        while self.waiting and self.waiting[0].next_node < before:
+            self.waiting.pop(0).copy_out()
 
     def call_back(self) -> None:
         """Starts the segment's copies back to the device, in the order of backward."""

@@ -96,21 +96,16 @@ def exchanging(exchange: Callable[[Tensor], Handle | None]) -> Iterator[None]:
 
 @contextmanager
 def moving(
-    move: Callable[[Tensor], MovedStorage],
-    *,
-    kind: str,
-    stay: Iterable[Tensor],
-    wanted: Callable[[], bool] = lambda: True,
+    move: Callable[[Tensor], MovedStorage | None], *, kind: str, stay: Iterable[Tensor]
 ) -> Iterator[None]:
     """Keeps `move(tensor)` in place of each tensor that is saved inside the block.
 
-    A move copies the whole storage, once for all views of it.
+    A move copies the whole storage, once for all views of it. None leaves it where it is, also for
+    later saves.
 
     kind: the kind of device ("cuda") whose tensors are moved.
     stay: these tensors and views of them are not moved. Tensors of bytes (uint8) are not moved
         either: they are states of generators, which are in host memory on every device.
-    wanted: called when a storage is saved for the first time; False leaves it where it is, also
-        for later saves.
     """
     fixed = {address_of(each.untyped_storage()) for each in stay if each.layout == torch.strided}
     moved: dict[Any, tuple[weakref.ref[torch.UntypedStorage], MovedStorage | None]] = {}
@@ -123,7 +118,7 @@ def moving(
         place = address_of(storage), write_count_of(tensor), _unknown_part(tensor, storage)
         known = moved.get(place)
         if not known or known[0]() is not storage:  # another storage at the same address
-            known = moved[place] = weakref.ref(storage), move(tensor) if wanted() else None
+            known = moved[place] = weakref.ref(storage), move(tensor)
         return view_in(known[1], tensor) if known[1] else None
 
     with exchanging(exchange):

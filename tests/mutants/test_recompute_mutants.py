@@ -217,7 +217,7 @@ MUTANTS += [
 
 @replaces("finish", Offload)
 def originals_are_freed_before_they_are_copied(_, self):
-    for copy in self._leaving:
+    for copy in self._before.copies:
         copy().original = None
 
 
