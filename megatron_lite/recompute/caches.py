@@ -42,8 +42,11 @@ def with_own_caches(
     kind = kind_of_caches()
     places: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
     # The graph holds `run`, so it must not hold the tensors in the dictionaries.
-    found = {place: _filled(each, {}) for place, each in places if isinstance(each, UserDict)}
-    callers = {place: weakref.ref(each) for place, each in places if place in found}
+    found = {
+        place: (weakref.ref(each), _filled(each, {}))
+        for place, each in places
+        if isinstance(each, UserDict)
+    }
     has_caches = any(isinstance(each, kind) for _, each in places)
     if not found and not has_caches:
         return forward, args, kwargs
@@ -54,10 +57,12 @@ def with_own_caches(
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         def own(place: Any, value: Any) -> Any:
-            caller = callers[place]() if place in found else None
-            if caller is not None and caller.data is value:
+            if place not in found:
+                return copied(value)
+            reference, empty = found[place]
+            if getattr(caller := reference(), "data", None) is value:
                 return caller  # in the forward: it may have attributes
-            return _filled(found[place], value) if place in found else copied(value)
+            return _filled(empty, value)
 
         return forward(
             *map(own, range(len(args)), args),

@@ -382,11 +382,11 @@ class _Rebuilt:
         self._stops = not witness and may_stop is True
         self._tries = not self._stops and may_stop is not False and call._is_complete
         self.has_stopped = False
-        self._count = 0
         self._filled: list[Tensor] = []  # no parts of parameters
         self._last: list[Tensor] = []
         self._collectives: list[int] = []  # so many had begun when the last tensor was saved
         self._are_computed: list[bool] = []
+        self._is_computed = True  # whether what the last operator may have saved is computed
         self.values: dict[int, Saved] = {}
         self.tensors: list[Tensor] = []
 
@@ -397,7 +397,7 @@ class _Rebuilt:
         """
         if tensor.is_leaf and isinstance(tensor, nn.Parameter):
             return (-1, tensor) if self._witness else tensor
-        number, self._count = self._count, self._count + 1
+        number = len(self._are_computed)
         self._are_computed.append(tensor.requires_grad)
         detached = tensor.detach()  # an output with its graph would hold that graph: a cycle
         if number < self._expected:
@@ -416,9 +416,10 @@ class _Rebuilt:
                 self.tensors.append(detached)
                 if parameter_of(tensor) is None:
                     self._filled.append(detached)
-            if self._count == self._expected:
+            if number + 1 == self._expected:
                 # Only what has a gradient is complete when it is saved.
-                if self._stops and all(self._are_computed[-MOST_OF_ONE_OPERATOR:]):
+                self._is_computed = all(self._are_computed[-MOST_OF_ONE_OPERATOR:])
+                if self._stops and self._is_computed:
                     self.has_stopped = True
                     raise _Enough(self._call)
                 if self._tries:
@@ -436,11 +437,11 @@ class _Rebuilt:
 
         RecomputeMismatch: it saved another number of tensors than the forward.
         """
-        if self._count != self._expected:
+        count = len(self._are_computed)
+        if count != self._expected:
             raise _unlike(
                 self._call.how.name,
-                f"the forward saved {self._expected} tensors for backward, the replay "
-                f"{self._count}",
+                f"the forward saved {self._expected} tensors for backward, the replay {count}",
             )
         if self._tries:
             guard = self._call.how.guard
@@ -449,9 +450,7 @@ class _Rebuilt:
             # last operator may have saved must also have gradients: these are computed.
             known = self._witness.known if self._witness else {}
             last = read([*self._last, *hash_last(self._filled, known, self._weights())])
-            is_repeated = last[: len(self._last)] == last[len(self._last) :] and all(
-                self._are_computed[max(0, self._expected - MOST_OF_ONE_OPERATOR) : self._expected]
-            )
+            is_repeated = last[: len(self._last)] == last[len(self._last) :] and self._is_computed
             # All ranks must run a collective behind the last tensor, or none.
             is_repeated &= collectives_so_far() == self._collectives
             guard.stops_early = is_repeated and guard.stops_early is not False
