@@ -42,7 +42,7 @@ from .torch_internals import (
     inductor_settings,
     is_fake,
     num_dispatch_modes,
-    tree_map,
+    tree_map_only,
 )
 
 # a pure function of tensors and numbers that draws no random numbers; or one that writes to its
@@ -102,7 +102,7 @@ class CompiledKernels:
             if is_fake(tensors[0]):
                 with disable_current_modes(), fake_mode_of(tensors[0]):
                     results = graph(*tensors)
-                return tree_map(copied, results)
+                return tree_map_only(Tensor, Tensor.clone, results)
             if self._num_shapes[function] < MOST_SHAPES:
                 graph = self._made(graph, function, tensors)
             self._graphs[key] = graph
@@ -110,7 +110,7 @@ class CompiledKernels:
         if num_dispatch_modes() == 0:
             return results
         # A meter of storages sees the results of operators only, so it gets a copy.
-        return tree_map(copied, results)
+        return tree_map_only(Tensor, Tensor.clone, results)
 
     def _made(self, graph: Function, function: Function, tensors: Tensors) -> Function:
         began = time.perf_counter()
@@ -134,10 +134,6 @@ class CompiledKernels:
 
 
 Kernels = CompiledKernels | None  # None: torch's operators
-
-
-def copied(result: Any) -> Any:
-    return result.clone() if isinstance(result, Tensor) else result
 
 
 def compiler_fault(device: torch.device) -> str:

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.parallel.compiled import copied, first_line
+from megatron_lite.parallel.compiled import first_line
 from megatron_lite.parallel.rng import RngSnapshot, RngStreams
-from megatron_lite.parallel.torch_internals import tree_leaves, tree_map, tree_map_only
+from megatron_lite.parallel.torch_internals import tree_leaves, tree_map_only
 
 from .batches import Batches
 from .observe import Look
@@ -130,7 +130,7 @@ def captured(
 
     rehearsal: a step of as many micro-batches, on this generator.
     """
-    inputs = tree_map(copied, inputs)
+    inputs = tree_map_only(Tensor, Tensor.clone, inputs)
     places = rehearsal.places
     begins, numbers = _shared_states(zip(places[::2], places[1::2], strict=True))
     states = [(capture.register(), seed, offset) for seed, offset in begins]
@@ -170,7 +170,7 @@ def captured(
             for name, (seed, offset) in now.items()
         }
         rng.restore(RngSnapshot(before.current, after))
-        copy: StepResult = tree_map(copied, result)
+        copy: StepResult = tree_map_only(Tensor, Tensor.clone, result)
         return copy
 
     return replay
