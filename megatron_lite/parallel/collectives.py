@@ -324,6 +324,4 @@ def odd_ones_out(hashes: Tensor, group: Group) -> list[int]:
     size = 1 if group is None else group.size()
     gathered = all_gather_first_dim(hashes, group).view(size, -1)
     agreeing = (gathered == hashes).sum(0)
-    return [
-        number for number, count in enumerate(agreeing.tolist()) if 2 * count <= size and size > 1
-    ]
+    return [number for number, count in enumerate(agreeing.tolist()) if 2 * count <= size]

@@ -8,13 +8,19 @@ longest. After the ranks have joined the run, the store decides who reports (sup
 Standard library only, so that tools without torch use it.
 """
 
-import contextlib
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+    suppress,
+)
 from typing import TextIO
 
 from megatron_lite.config.checks import PeerError
@@ -46,11 +52,14 @@ def silent_unless(speaks: bool) -> Iterator[None]:
 
     It serves a command line that every rank parses: only one rank prints help and errors.
     """
-    with contextlib.ExitStack() as hidden:
-        if not speaks:
-            nowhere = hidden.enter_context(open(os.devnull, "w", errors="replace"))
-            hidden.enter_context(contextlib.redirect_stdout(nowhere))
-            hidden.enter_context(contextlib.redirect_stderr(nowhere))
+    if speaks:
+        yield
+        return
+    with (
+        open(os.devnull, "w", errors="replace") as nowhere,
+        redirect_stdout(nowhere),
+        redirect_stderr(nowhere),
+    ):
         yield
 
 
