@@ -390,15 +390,10 @@ class FullySharded(Bucketed):
             # A parameter that took no part in the step has no gradient. Its piece gets zeros.
             grad = parameter.grad
             master.grad = torch.zeros_like(master) if grad is None else local_part(grad)
-        summands = [piece.grad for piece in self.pieces if piece.spec.sum_grad_over_tp]
-        if summands and self._parallel.tp_group is not None:
-            summed = all_reduce_(
-                torch.cat([grad.reshape(-1) for grad in summands]), self._parallel.tp_group
-            )
-            parts = summed.split([grad.numel() for grad in summands])
-            foreach_copy_(
-                summands, [part.view_as(grad) for part, grad in zip(parts, summands, strict=True)]
-            )
+        partial_sums = [one.grad.view(-1) for one in self.pieces if one.spec.sum_grad_over_tp]
+        if partial_sums and self._parallel.tp_group is not None:
+            summed = all_reduce_(torch.cat(partial_sums), self._parallel.tp_group)
+            foreach_copy_(partial_sums, summed.split([*map(len, partial_sums)]))
         for piece in self.pieces:
             if piece.spec.tied:
                 all_reduce_(piece.grad, self._parallel.embedding_group)

@@ -269,8 +269,7 @@ class Optimizer:
     def _true_elements(self, piece: Piece) -> int:
         """Returns how many elements come before the vocabulary padding, whose gradient is 0."""
         spec, stop = piece.spec, piece.stop
-        if spec.tp_dim is not None and spec.padded_length is not None:
-            assert spec.tp_dim == 0 and spec.tp_blocks == 1, "a vocabulary is padded along dim 0"
+        if spec.padded_length is not None:  # of a vocabulary, along dim 0
             spans = spec.spans(self._parallel.tp_rank, self._parallel.tp_size)
             rows = sum(span.length for span in spans)
             stop = min(stop, rows * math.prod(spec.global_shape[1:]))

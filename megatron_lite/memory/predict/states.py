@@ -51,7 +51,8 @@ class RankStates(NamedTuple):
         through which weights pass.
     rounding: the bytes that CUDA's allocator adds to the tensors on the device.
     pieces: the elements of each piece that the device updates.
-    alone: the elements of experts that no other rank has, so that a step sends nothing for them.
+    sent: the elements of the buckets whose gradients a step sends: of all but experts that no other
+        rank has.
     """
 
     weights: int
@@ -61,7 +62,7 @@ class RankStates(NamedTuple):
     on_host: int = 0
     rounding: int = 0
     pieces: tuple[int, ...] = ()
-    alone: int = 0
+    sent: int = 0
 
     @property
     def total(self) -> int:
@@ -125,10 +126,9 @@ def _states(settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int)
     in_buckets = [bucket.num_elements for bucket in buckets]
     weights = in_buckets if is_shared else [one.num_elements for one in held]
     own_ranks = [rank * bucket.shards // shards for bucket in buckets]  # of copies of experts too
-    is_matrix = {one.name: one.is_matrix for one in held}
-    experts = {one.name for one in held if one.of_experts}
+    known = {one.name: one for one in held}
     pieces = [
-        (name, is_matrix[name], part.stop - part.start)
+        (name, known[name].is_matrix, part.stop - part.start)
         for bucket, own in zip(buckets, own_ranks, strict=True)
         for name in bucket.places
         for part in (bucket.own_part(name, own),)
@@ -157,10 +157,10 @@ def _states(settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int)
         ],
     )._replace(
         pieces=tuple(number for _, number in here),
-        alone=sum(
+        sent=sum(
             bucket.num_elements
             for bucket in buckets
-            if copies == 1 and not experts.isdisjoint(bucket.places)
+            if copies > 1 or not known[next(iter(bucket.places))].of_experts
         ),
     )
 
@@ -282,13 +282,12 @@ def update_memory(
     sharding, shards = config.data_parallel, config.shards(dp_cp_size)
     element, grad = FORMATS[config.training.precision], FORMATS[config.optimizer.main_grads_dtype]
     in_bf16 = sharding.grad_reduce_in_bf16 and config.optimizer.main_grads_dtype == "fp32"
-    sent = (states.gradients // grad - states.alone) * (BFLOAT16 if in_bf16 else grad)
     if dp_cp_size > 1 and not (sharding.use_torch_fsdp2 and shards > 1):
         copied = device == "cpu" and shards > 1
         name = "reduction of gradients" + " in bfloat16" * in_bf16
-        found.append(UpdateMemory(name, sent * (in_bf16 + copied), True))
-        gathered = states.weights - element * states.alone
-        found.append(UpdateMemory("gather of weights", gathered * copied, True))
+        sent_bytes = states.sent * (BFLOAT16 if in_bf16 else grad)
+        found.append(UpdateMemory(name, sent_bytes * (in_bf16 + copied), True))
+        found.append(UpdateMemory("gather of weights", states.sent * element * copied, True))
     if config.optimizer.is_rounded:
         found.append(UpdateMemory("update of a part", _part(config, states.pieces, device), False))
     if config.optimizer.optimizer == MUON:
