@@ -315,16 +315,15 @@ class RankMixes:
         if bound:
             return bound.seconds
         # Longer units keep one input for all of their layers.
-        number, unit = (
-            stage.num_layers,
-            Segment(first_layer=0, num_layers=stage.num_layers, unit=True),
-        )
+        number = stage.num_layers
         inputs = -(-number // UNIT_LENGTHS[-1])
         least = min(one.kept for choices in self.choices.values() for one in choices)
         if in_flight * inputs * least > space:
             return math.inf
-        plans = RecomputePlan((unit,)), keep_everything(number)
-        again, once = (self._time(stage, plan).backward.seconds for plan in plans)
+        unit = RecomputePlan((Segment(first_layer=0, num_layers=number, unit=True),))
+        once, again = (
+            self._time(stage, plan).backward.seconds for plan in (keep_everything(number), unit)
+        )
         return again - once
 
     def least(self) -> list[StageMix]:
@@ -403,10 +402,8 @@ class RankMixes:
         best: the plan with the mixes of the ranks.
         """
         mixes = [mixes[stage.rank] for stage in self.stages]
-        chunks, number = (
-            len(self.stages) // self.size,
-            self.run.config.training.num_microbatches(self.run.dp_size),
-        )
+        chunks = len(self.stages) // self.size
+        number = self.run.config.training.num_microbatches(self.run.dp_size)
         while True:
             left = [budget_bytes - best.step_peak(rank).num_bytes for rank in range(self.size)]
             moves = [
@@ -449,12 +446,11 @@ class RankMixes:
         """
         if all(one.action == KEEP and not one.on_host for mix in mixes for one, _ in mix.rows):
             return self.run.with_policy(None)
+        by_stage = len(mixes) > self.size
         for places in (range(self.size), self.alike):
             own = [
-                (mixes[stage.number if len(mixes) > self.size else places[stage.rank]]).rules(
-                    stage.num_layers
-                )
-                for stage in self.stages
+                mixes[one.number if by_stage else places[one.rank]].rules(one.num_layers)
+                for one in self.stages
             ]
             common = max(own, key=own.count)  # the most frequent rules name no stage
             special = [
