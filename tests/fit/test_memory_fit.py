@@ -600,7 +600,7 @@ def fit_on_rank(rank, world_size, wrapper):
     less = 60_000 if wrapper == "TP" else 40_000
     fit = fit_memory_(model, f"{whole.measured - less + rank}B", step=step)
     assert fit.budget is not None and fit.measured <= fit.budget
-    assert fit.plan.peak <= 1.05 * fit.measured or wrapper == "TP"
+    assert fit.plan.peak <= 1.08 * fit.measured or wrapper == "TP"
     assert gradients(model, step) == plain
     return list(fit.policies.values()), fit.measured, fit.budget
 
