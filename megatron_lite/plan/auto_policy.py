@@ -174,6 +174,10 @@ def fitted(run: Plan, budget_bytes: int, *, or_smallest: bool = True, climbs: bo
         spaces = {rank: min(space, corrected[rank]) for rank, space in spaces.items()}
         if found.peak.rank not in spaces:  # the correction has not seen this rank
             spaces[search.alike[found.peak.rank]] -= found.peak.num_bytes - budget_bytes
+    if best is None:
+        chosen = search.least(rebuilt=0)
+        plans.append(found := search.plan(chosen))
+        best = found if found.peak.fits(budget_bytes) else None
     if best:
         if climbs:
             plans.append(best := search.climbed(best, chosen, budget_bytes))
@@ -326,11 +330,14 @@ class RankMixes:
         )
         return again - once
 
-    def least(self) -> list[StageMix]:
-        """Returns the mixes of the choices with which each layer takes the fewest bytes."""
+    def least(self, rebuilt: int = 1) -> list[StageMix]:
+        """Returns the mixes of the choices with which each layer takes the fewest bytes.
+
+        rebuilt: 0 counts only those that it keeps.
+        """
 
         def least(choices: Sequence[LayerChoice]) -> LayerChoice:
-            return min(choices, key=lambda one: one.kept + one.rebuilt)
+            return min(choices, key=lambda one: one.kept + rebuilt * one.rebuilt)
 
         return [
             StageMix(tuple((least(run.choices), run.length) for run in self.runs(stage)), 0.0)
