@@ -201,7 +201,7 @@ def fitted(run: Plan, budget_bytes: int, *, or_smallest: bool = True, climbs: bo
 
 def _may_be_slower_than_units(best: Plan) -> bool:
     """Tells whether longer units may be faster, for which the host launches less, or which need no
-    copies: the mixes count neither."""
+    copies: the mixes have units of one layer."""
     rules, time = best.config.recompute.policy.rules, best.time
     return all(one.action.unit for one in rules) or (
         time.terms.get(HOST_PACE, 0.0) > SHORT_WAIT * time.seconds
@@ -322,7 +322,7 @@ class RankMixes:
         number = stage.num_layers
         inputs = -(-number // UNIT_LENGTHS[-1])
         least = min(one.kept for choices in self.choices.values() for one in choices)
-        if in_flight * inputs * least > space:
+        if not number or in_flight * inputs * least > space:
             return math.inf
         unit = RecomputePlan((Segment(first_layer=0, num_layers=number, unit=True),))
         once, again = (
