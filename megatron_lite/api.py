@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from megatron_lite.config.checks import InputError
     from megatron_lite.config.run import RunConfig
     from megatron_lite.fit.memory_fit import fit_memory_
+    from megatron_lite.fit.trainer_callback import MemoryBudgetCallback
     from megatron_lite.model.gpt import ModelStages
     from megatron_lite.plan.verdict import FitVerdict
     from megatron_lite.recompute.apply import apply_policy_, remove_policy_
 
 __all__ = [
     "InputError",
+    "MemoryBudgetCallback",
     "RunConfig",
     "TrainedRun",
     "apply_policy_",
@@ -41,6 +43,7 @@ __all__ = [
 # what is defined elsewhere, with its description
 _ELSEWHERE = {
     "InputError": "config.checks",
+    "MemoryBudgetCallback": "fit.trainer_callback",
     "RunConfig": "config.run",
     "apply_policy_": "recompute.apply",
     "remove_policy_": "recompute.apply",

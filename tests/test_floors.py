@@ -153,6 +153,9 @@ print(*({name.partition(".")[0] for name in sys.modules} - before))
 import pathlib
 show()
 api.remove_policy_(model)
+api.fit_memory_  # the first call loads what measures
+assert [name for name in sys.modules if name.startswith("megatron_lite.fit.")] == [
+    "megatron_lite.fit.memory_fit"]
 step = lambda: model(torch.ones(1, 2)).sum().backward()
 api.fit_memory_(model, "1GiB", step=step, layers_fqn="", optimizer=torch.optim.AdamW)
 show()

@@ -21,7 +21,8 @@ from megatron_lite.recompute.randomness import (
     is_generator,
 )
 
-from .memory_fit import Fit, fit_memory_
+from .fitting import Fit
+from .memory_fit import fit_memory_
 
 LOOKED_AT = 8  # batches, of which the largest is measured
 

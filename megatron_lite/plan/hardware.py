@@ -158,6 +158,8 @@ class Hardware:
     pace: float = 1.0
 
     def __post_init__(self) -> None:
+        if not self.name.isprintable():
+            raise ValueError(f"name must be of printable characters (got {quoted(self.name)})")
         if self.device not in DEVICES:
             raise ValueError(f"device must be one of {', '.join(DEVICES)} (got {self.device!r})")
         for where, value in _figures(dataclasses.asdict(self)):

@@ -78,6 +78,6 @@ def _text(given: FitSettings) -> str:
         f"{ranks * (given.gpus > 1)}{fit}\n\n"
         f"In Python:\n\nfrom megatron_lite.api import apply_policy_\n\n{lines}\n\n"
         "In the Trainer of transformers, which measures it on the GPU:\n\n"
-        "from megatron_lite.fit.trainer_callback import MemoryBudgetCallback\n\n"
+        "from megatron_lite.api import MemoryBudgetCallback\n\n"
         f'trainer.add_callback(MemoryBudgetCallback("{amount}"))'
     )

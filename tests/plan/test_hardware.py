@@ -65,6 +65,7 @@ def test_each_machine_plans_and_says_where_its_figures_are_from(name):
 @pytest.mark.parametrize(
     "changes, fault",
     [
+        (dict(name="\x1b[31m"), "name must be of printable"),
         (dict(device="tpu"), "device must be one of cpu, cuda"),
         (dict(memory_bandwidth="-"), "missing field memory_bandwidth"),
         (dict(memory_bandwidth="fast"), "memory_bandwidth: expected .*float"),
