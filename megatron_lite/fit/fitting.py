@@ -138,7 +138,7 @@ def check_model(model: nn.Module) -> None:
     devices = {each.device for each in model.parameters()}
     if len(devices) != 1 or devices == {torch.device("meta")}:
         names = ", ".join(map(str, devices)) or "none"
-        raise ValueError(f"the model must lie on one device with memory (got {names}): move it there")
+        raise ValueError(f"the model must lie on one real device (got {names}): move it there")
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or compiled_call_of(module):
             raise ValueError(COMPILED.format(name or "the model"))

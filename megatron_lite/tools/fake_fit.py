@@ -23,10 +23,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import flop_registry
 
 from megatron_lite.config.checks import InputError, as_list, quoted
+from megatron_lite.fit.fitting import Fit, fitted
 from megatron_lite.fit.gauges import Reading
 from megatron_lite.fit.layers import kind_of, layer_lists
 from megatron_lite.fit.measurement import Measurement
-from megatron_lite.fit.fitting import Fit, fitted
 from megatron_lite.fit.step import Step
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.step_meter import SimulatedTensors, StepMeter

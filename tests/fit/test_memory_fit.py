@@ -16,9 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import cross_entropy
 
 from megatron_lite.api import fit_memory_
+from megatron_lite.fit.fitting import fitted
 from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.measurement import Measurement
-from megatron_lite.fit.fitting import fitted
 from megatron_lite.fit.ranks import Ranks
 from megatron_lite.memory.measure.live_storages import allocator_peak
 from megatron_lite.parallel.weights import local_part
