@@ -9,6 +9,7 @@ import argparse
 import difflib
 import re
 import sys
+from collections import ChainMap
 from collections.abc import Iterable, Sequence
 
 from megatron_lite.config.checks import LARGEST_TEXT, shown
@@ -19,6 +20,7 @@ from megatron_lite.config.megatron_flags import (
     DATA,
     NO_EFFECT,
     ONLY_VALUE,
+    OTHER_WAYS,
     REFUSED,
     RENAMED,
     advice,
@@ -118,9 +120,9 @@ def print_fates(parser: Parser, argv: Sequence[str]) -> None:
 
 def _value_fault(field: str, value: str) -> str | None:
     """Returns why a field of the run may not have this value, if it has a list of values."""
-    if not value or field not in (fields := run_fields()):
+    facts = ChainMap(dict(run_fields()), *OTHER_WAYS.values()).get(field)
+    if not value or facts is None:
         return None
-    facts = fields[field]
     known = {str(one).lower() for one in (*facts.choices, *facts.megatron)}
     if value in facts.refused or (known and value.lower() not in known):
         return facts.fault(value)

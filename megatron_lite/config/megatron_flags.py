@@ -211,6 +211,13 @@ STRATEGY = valued(
     choices=SHARDING_STRATEGIES,
     field="data_parallel_sharding_strategy",
 )
+ZERO_STAGE = valued(
+    "ZeRO's stage alone",
+    kind=str,
+    choices=("0", "1", "2", "3"),
+    megatron={"0.0": "0", "1.0": "1"},
+    field="zero_stage",
+)
 # The switches that count the embedding or the loss as a layer.
 ACCOUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 # Lengths in tokens, as Megatron-DeepSpeed has them.
@@ -249,8 +256,9 @@ OTHER_WAYS = {
     },
     "data_parallel": {
         "deepspeed_config": valued(
-            "a JSON file of DeepSpeed: batch sizes, precision, clipping and ZeRO's stage", kind=str
+            "DeepSpeed's JSON file: sizes, precision, optimizer, ZeRO's stage", kind=str
         ),
+        "zero_stage": ZERO_STAGE,
         "use_megatron_fsdp": Setting(
             "the same as --use-torch-fsdp2 or --use-distributed-optimizer, by the sharding strategy"
         ),

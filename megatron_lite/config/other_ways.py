@@ -12,26 +12,52 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .checks import InputError, Values, as_object, flag, input_faults, shown
+from .checks import InputError, Values, as_object, flag, input_faults, quoted, shown
 from .hf_rules import Config
 from .input_file import read_json
-from .megatron_flags import ACCOUNTED, SHARDING_STRATEGIES, STRATEGY, TOKENS
+from .megatron_flags import ACCOUNTED, SHARDING_STRATEGIES, STRATEGY, TOKENS, ZERO_STAGE
 from .model import ModelConfig
 from .parallel import ParallelConfig, no_flash_across_ranks
-from .setting import settings_of
+from .setting import Setting, settings_of
 
-# What a configuration of DeepSpeed says as fields here, and the type of each.
-DEEPSPEED = {
+OFFLOAD = "optimizer_cpu_offload"
+# What DeepSpeed's configuration says as fields here, and the type of each or what its words mean.
+DEEPSPEED: dict[str, tuple[str, type | Values]] = {
     "train_batch_size": ("global_batch_size", int),
     "train_micro_batch_size_per_gpu": ("micro_batch_size", int),
     "gradient_clipping": ("clip_grad", float),
     "bf16.enabled": ("bf16", bool),
     "fp16.enabled": ("fp16", bool),
     "fp16.loss_scale": ("loss_scale", float),
+    "fp16.initial_scale_power": ("initial_loss_scale", int),
     "fp16.loss_scale_window": ("loss_scale_window", int),
     "fp16.hysteresis": ("hysteresis", int),
     "fp16.min_loss_scale": ("min_loss_scale", float),
+    "communication_data_type": ("grad_reduce_in_bf16", {"fp32": False, "bf16": True}),
+    "data_types.grad_accum_dtype": ("main_grads_dtype", {"fp32": "fp32", "bf16": "bf16"}),
+    "zero_optimization.cpu_offload": (OFFLOAD, bool),
+    "zero_optimization.offload_optimizer.device": (OFFLOAD, {"cpu": True, "none": False}),
+    "zero_optimization.offload_optimizer.ratio": ("optimizer_offload_fraction", float),
+    "optimizer.type": ("optimizer", {"adam": "adam", "adamw": "adam"}),
+    "optimizer.params.lr": ("lr", float),
+    "optimizer.params.betas.0": ("adam_beta1", float),
+    "optimizer.params.betas.1": ("adam_beta2", float),
+    "optimizer.params.eps": ("adam_eps", float),
+    "optimizer.params.weight_decay": ("weight_decay", float),
 }
+# Its keys that change no result but by rounding. Any other one is refused, unless it is off.
+UNREAD = re.compile(
+    r"(steps_per_print|dump_state|log_level|wall_clock_breakdown|memory_breakdown|flops_profiler|"
+    r"tensorboard|wandb|comet|csv_monitor|comms_logger|timers|activation_checkpointing|aio|"
+    r"checkpoint|nebula|datastates_ckpt|disable_allgather|dataloader_drop_last|sparse_gradients|"
+    r"prescale_gradients|gradient_predivide_factor|zero_allow_untested_optimizer|compile|"
+    r"zero_force_ds_cpu_optimizer|graph_harvesting|use_data_before_expert_parallel_|"
+    r"optimizer\.legacy_fusion|optimizer\.params\.torch_adam|"
+    r"bf16\.immediate_grad_update|bf16\.check_grad_overflow|fp16\.auto_cast|"
+    r"pipeline\.(?!seed_layers)\w+|zero_optimization\.(?!zero_quant|zeropp|zenflow)\w+)(\.|$)"
+)
+# What is on here, and may not be off.
+ON = ("optimizer.params.adam_w_mode", "optimizer.params.bias_correction")
 STAGES = {1: "use_distributed_optimizer", 2: "use_distributed_optimizer", 3: "use_torch_fsdp2"}
 # A flag, and its value if that is plain.
 FLAGS = re.compile(r"(?<![\w$-])(--[a-zA-Z][\w-]*)(?:[= ]+([^\s\\\"'$()-][^\s\\\"'$()]*))?")
@@ -62,46 +88,113 @@ def translate_others(given: Values, *, has_file: bool) -> Iterator[str]:
 
 
 def _deepspeed(given: Values) -> Iterator[str]:
-    """Takes the fields of a DeepSpeed configuration. Raises InputError where a flag contradicts."""
-    if (path := given.pop("deepspeed_config", None)) is None:
-        return
-    said = f"--deepspeed-config {path}"
-    if not os.path.exists(path):
-        yield f"{shown(said)}: there is no such file, so the flags alone hold"
-        return
-    with input_faults(f"{said}: "):
-        try:
-            found = as_object(read_json(path), "the file")
-        except OSError as error:
-            raise ValueError(f"cannot be read ({error.strerror})") from error
-        stage = _taken(found, "zero_optimization.stage", int)
-        if stage not in (None, 0, *STAGES):
-            raise ValueError(f"zero_optimization.stage must be 0, 1, 2 or 3 (got {stage})")
-        if stage in STAGES:
-            given[STAGES[stage]] = True
-        for name, (field, kind) in DEEPSPEED.items():
-            value = _taken(found, name, kind)
-            if value is None or value is False or (field == "loss_scale" and value == 0):
-                continue  # a scale of 0 is dynamic
-            if given.get(field, value) != value:
-                raise ValueError(
-                    f"{name} {value} contradicts {flag(field)} {given[field]}: make them equal"
-                )
-            given[field] = value
-    if unread := [name for name, value in found.items() if value not in ({}, None)]:
-        yield f"{said}: not read: {', '.join(map(shown, unread))}"
+    """Takes ZeRO's stage and the fields of a DeepSpeed configuration.
 
-
-def _taken(found: Values, name: str, kind: type) -> Any:
-    """Removes a value of nested objects, and returns it; None if it is not there, or "auto".
-
-    Raises ValueError if it is of another type.
+    Raises InputError where a flag contradicts, and for a key that would change the result.
     """
-    *sections, key = name.split(".")
-    for section in sections:
-        found = as_object(found.get(section, {}), section)
-    value = found.pop(key, None)
-    return None if value == "auto" else Config({name: value}).value(name, kind, None)
+    path, stage = given.pop("deepspeed_config", None), given.pop("zero_stage", None)
+    said, found, source = f"--deepspeed-config {path}", Values(), f"--zero-stage {stage}"
+    if stage is not None:
+        stage = ZERO_STAGE.megatron.get(stage, stage)
+        if fault := ZERO_STAGE.fault(stage):
+            raise InputError(fault)
+        stage = int(stage)
+        yield f"{source} is read as {flag(STAGES[stage]) if stage else 'what happens here anyway'}"
+    if path is not None and not os.path.exists(path):
+        yield f"{shown(said)}: there is no such file, so the flags alone hold"
+        path = None
+    with input_faults(f"{said}: " if path else ""):
+        if path is not None:
+            try:
+                found = dict(_leaves(as_object(read_json(path), "the file")))
+            except OSError as error:
+                raise ValueError(f"cannot be read ({error.strerror})") from error
+        filed = _taken(found, "zero_optimization.stage", int)
+        if filed not in (None, 0, *STAGES):
+            raise ValueError(f"zero_optimization.stage must be 0, 1, 2 or 3 (got {filed})")
+        if filed is not None:
+            typed, source = source, f"zero_optimization.stage {filed}"
+            if stage not in (None, filed):
+                raise ValueError(f"{source} contradicts {typed}: make them equal")
+            stage = filed
+        for field in {*STAGES.values()} if stage is not None else ():
+            if STAGES.get(stage) == field:
+                given[field] = True
+            elif given.get(field):
+                raise ValueError(f"{source} contradicts {flag(field)}: leave one out")
+        for name, (field, kind) in DEEPSPEED.items():
+            if (value := _taken(found, name, kind)) is None:
+                continue
+            if field == "loss_scale":
+                value = value or None  # a scale of 0 is dynamic
+            elif field == "initial_loss_scale":
+                value = 2.0 ** min(value, 999)
+            held = given.setdefault(field, "fp32" if field == "main_grads_dtype" else value)
+            if held != value:
+                said_by = Setting("", f"--no-{field}" * (held is False), field=field)
+                raise ValueError(
+                    f"{name} {value} contradicts {said_by.with_value(held)}: make them equal"
+                )
+        if stage == 3 and given.get(OFFLOAD):
+            raise ValueError(
+                f"{source} excludes states on the host (offload_optimizer, {flag(OFFLOAD)}): main "
+                "weights stay on the device there. Take stage 2, or leave them out"
+            )
+        steps = _taken(found, "gradient_accumulation_steps", int)
+        samples = given.get("micro_batch_size", 1)
+        if steps and given.get("global_batch_size", samples) % max(steps * samples, 1):
+            raise ValueError(
+                f"gradient_accumulation_steps {steps} needs train_batch_size or "
+                "--global-batch-size: give a multiple of it and of --micro-batch-size"
+            )
+        unread = [name for name in found if UNREAD.match(name)]
+        refused = [
+            shown(name)
+            for name, value in found.items()
+            if name not in unread and (value is False if name in ON else value and value != "auto")
+        ]
+        if refused:
+            raise ValueError(
+                f"what may change the result is not supported here: {', '.join(refused)}. Leave it "
+                "out, or give flags for it"
+            )
+    if unread:
+        yield f"{said}: without effect on results, so not read: {', '.join(map(shown, unread))}"
+
+
+def _leaves(section: Values, before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the values of nested objects with names such as `zero_optimization.stage`.
+
+    A section that can be turned on or off has only that: as `aio.enabled` if it is off, else `aio`.
+    """
+    for key, value in section.items():
+        name = before + {"bfloat16": "bf16"}.get(key, key)
+        if key == "betas" and isinstance(value, list):
+            value = {str(number): beta for number, beta in enumerate(value)}
+        is_on = value.get("enabled") if isinstance(value, dict) else None
+        if is_on is False:
+            yield f"{name}.enabled", False
+        elif not isinstance(value, dict) or name.count(".") > 9:
+            yield name, value
+        elif is_on is not None and name not in ("bf16", "fp16"):
+            yield name, is_on
+        else:
+            yield from _leaves(value, f"{name}.")
+
+
+def _taken(found: Values, name: str, kind: type | Values) -> Any:
+    """Removes a value, and returns it; None if it is not there, or "auto".
+
+    Raises ValueError if it is of another type, or none of the words.
+    """
+    value = found.pop(name, None)
+    if value is None or value == "auto":
+        return None
+    if isinstance(kind, type):
+        return Config({name: value}).value(name, kind, None)
+    if (word := str(value).lower()) not in kind:
+        raise ValueError(f"{name} must be {' or '.join(kind)} (got {quoted(value)})")
+    return kind[word]
 
 
 def _tokens(given: Values) -> Iterator[str]:

@@ -110,7 +110,7 @@ def test_a_flag_of_a_fork_is_the_same_run_as_flags_of_megatron(theirs, ours):
             "--tokenizer-kwargs eos_token x --eod-mask-loss",
             "--tokenizer-kwargs with --eod-mask-loss is not supported here: it has no effect where",
         ),
-        ("--zero-stage 7", "--zero-stage 7 is not supported here, only 0 or"),
+        ("--zero-stage 7", "--zero-stage must be one of 0, 1, 2, 3 (got '7')"),
         ("--spec a b", "--spec a b is not supported here, only local or"),
         ("--num-layer-list 2,x", "--num-layer-list 2,x must have --pipeline-model-parallel-size 1"),
         ("--scale-depth -1", "--scale-depth must be above 0"),
@@ -146,29 +146,52 @@ def test_a_padded_vocabulary_has_the_rows_that_were_given():
 
 def test_a_deepspeed_file_is_read_and_may_not_contradict(tmp_path):
     file = tmp_path / "ds.json"
-    says = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "steps_per_print": 3}
-    file.write_text(json.dumps({**says, "gradient_clipping": 0.5, "train_batch_size": "auto"}))
-    parsed = parsed_line(f"{RUN} --deepspeed-config {file}")
-    ours = "--use-distributed-optimizer --bf16 --clip-grad 0.5"
+
+    def line(says, words=""):
+        file.write_text(json.dumps(says))
+        return f"{RUN} {words} --deepspeed-config {file}"
+
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    adam = {"type": "AdamW", "params": {"lr": 0.2, "betas": [0.8, 0.9]}}
+    says = {"zero_optimization": zero, "bf16": {"enabled": True}, "steps_per_print": 3}
+    says |= {"gradient_clipping": 0.5, "train_batch_size": "auto", "optimizer": adam}
+    says |= {"fp16": {"enabled": False, "hysteresis": 3}, "curriculum_learning": {"enabled": False}}
+    parsed = parsed_line(line(says))
+    ours = "--use-distributed-optimizer --bf16 --clip-grad 0.5 --optimizer-cpu-offload --lr 0.2"
+    ours += " --adam-beta1 0.8 --adam-beta2 0.9"
     assert parsed.config == parsed_line(f"{RUN} {ours}").config
-    assert any("not read: steps_per_print" in one for one in parsed.notices)
-    for wrong, said in (
-        ({"bf16": {"enabled": "true"}}, "bf16.enabled must be true or false (got 'true')"),
-        ({"zero_optimization": {"stage": 4}}, "stage must be 0, 1, 2 or 3 (got 4)"),
-        ({"zero_optimization": {"stage": [1]}}, "stage must be a whole number (got [1])"),
-        ({"train_micro_batch_size_per_gpu": 2.0}, "must be a whole number (got 2.0)"),
-        ({"bf16": 3}, "bf16 must be an object (got 3)"),
-        ([1], "the file must be an object (got [1])"),
+    unread = "not read: zero_optimization.offload_optimizer.pin_memory, steps_per_print"
+    assert any(one.endswith(unread) for one in parsed.notices)
+    fp16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 5}
+    found = parsed_line(line({"fp16": fp16, "gradient_clipping": 0.0})).config
+    assert found == parsed_line(f"{RUN} --fp16 --initial-loss-scale 32 --clip-grad 0").config
+    on = {"enabled": True}
+    for words, wrong, said in (
+        ("", {"bf16": {"enabled": "true"}}, "bf16.enabled must be true or false (got 'true')"),
+        ("", {"zero_optimization": {"stage": 4}}, "stage must be 0, 1, 2 or 3 (got 4)"),
+        ("", {"zero_optimization": {"stage": [1]}}, "stage must be a whole number (got [1])"),
+        ("", {"train_micro_batch_size_per_gpu": 2.0}, "must be a whole number (got 2.0)"),
+        ("", [1], "the file must be an object (got [1])"),
+        ("--clip-grad 1", says, "gradient_clipping 0.5 contradicts --clip-grad 1.0"),
+        ("--bf16", {"bf16": {"enabled": False}}, "bf16.enabled False contradicts --bf16: make"),
+        ("--no-bf16", says, "bf16.enabled True contradicts --no-bf16: make"),
+        ("--zero-stage=0", says, "zero_optimization.stage 2 contradicts --zero-stage 0: make"),
+        ("--use-torch-fsdp2", says, "stage 2 contradicts --use-torch-fsdp2: leave one out"),
+        ("", {"zero_optimization": zero | {"stage": 3}}, "stage 3 excludes states on the host"),
+        ("", {"data_types": {"grad_accum_dtype": "bf16"}}, "contradicts --main-grads-dtype fp32"),
+        ("", {"communication_data_type": "fp8"}, "must be fp32 or bf16 (got 'fp8')"),
+        ("", {"gradient_accumulation_steps": 3}, "needs train_batch_size or --global-batch-size"),
+        ("", {"optimizer": {"type": "Lamb"}}, "optimizer.type must be adam or adamw (got 'Lamb')"),
+        (
+            "",
+            {"curriculum_learning": on, "bf16": on, "scheduler": {"type": "OneCycle"}, "no_such": 1}
+            | {"zero_optimization": {"zero_quantized_weights": True, "overlap_comm": True}}
+            | {"optimizer": {"params": {"adam_w_mode": False}}},
+            "not supported here: curriculum_learning, scheduler.type, no_such, "
+            "zero_optimization.zero_quantized_weights, optimizer.params.adam_w_mode. Leave",
+        ),
     ):
-        bad = tmp_path / "bad.json"
-        bad.write_text(json.dumps(wrong))
-        assert said in fault_of(parse_args, f"{RUN} --deepspeed-config {bad}")
-    none = tmp_path / "none.json"
-    none.write_text('{"gradient_clipping": 0.0}')
-    config = parsed_line(f"{RUN} --deepspeed-config {none}").config
-    assert config.optimizer.clip_grad == 0.0
-    contradicts = f"{RUN} --clip-grad 1 --deepspeed-config {file}"
-    assert "gradient_clipping 0.5 contradicts --clip-grad 1.0" in fault_of(parse_args, contradicts)
+        assert said in fault_of(parse_args, line(wrong, words))
 
 
 def test_a_script_is_checked_flag_by_flag(tmp_path, capsys):
