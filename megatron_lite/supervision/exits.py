@@ -236,7 +236,9 @@ def stopped_by(number: int, rank: int) -> Verdict:
     name = signal.Signals(number).name
     flags = "--exit-signal-handler" + ("" if number in SAVING else f" --exit-signal {name}")
     return Verdict(
-        rank, 128 + number, f"{name}; no checkpoint is written (with --save, {flags} writes one)"
+        rank,
+        128 + number,
+        f"{name}; no checkpoint is written for it (--save with {flags} writes one)",
     )
 
 

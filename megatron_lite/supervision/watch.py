@@ -109,7 +109,7 @@ class Watch:
         # kill this rank before it could write its message.
         self._takes_term = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         if self._takes_term:
-            signal.signal(signal.SIGTERM, lambda *_: None)
+            signal.signal(signal.SIGTERM, self._pause)
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
         return self
@@ -129,6 +129,11 @@ class Watch:
             os.close(self._wake)
         with contextlib.suppress(RuntimeError):
             self._store.set(f"beat/{self._rank}", LEFT)
+
+    def _pause(self, *_: object) -> None:
+        """Holds the main thread at a signal, which must neither train nor save any more."""
+        while not (self._main_ends or self._left.is_set()):
+            time.sleep(BEAT_S)
 
     def explain(self, error: Exception) -> Verdict:
         """Returns why the run ends, when `error` ends this rank.
@@ -287,7 +292,7 @@ class Watch:
         """Ends the process, after a grace period if the main thread is about to end it.
 
         The main thread is about to end it if it waits for this verdict. It probably is, too, if the
-        verdict is another rank's: the end of that rank breaks its collectives.
+        verdict is another rank's, unless by a signal: the end of that rank breaks its collectives.
         """
         if verdict.with_stacks:
             # On a full disk the process ends without them.
@@ -297,5 +302,6 @@ class Watch:
                 stacks = f"stacks of all threads at {self.pulse.where}:\n{file.read()}"
                 os.write(sys.stderr.fileno(), f"[rank {self._rank}] {stacks}".encode())
         self._answered.set()
-        if not self._left.wait(GRACE_S if self._main_ends or verdict.rank != self._rank else 0.0):
+        is_told = verdict.rank == self._rank or verdict.status > 128
+        if not self._left.wait(GRACE_S if self._main_ends or not is_told else 0.0):
             self.leave(verdict)

@@ -145,45 +145,48 @@ def test_further_signals_at_the_end_of_a_saved_run_do_not_change_its_status(
 # --- Ctrl-C ---
 
 
-def _interrupted(place, *ranks, iteration=0):
-    """These ranks get SIGINT there. A shell's job in the background would ignore it."""
+def _interrupted(place, *ranks, iteration=0, name="SIGINT"):
+    """These ranks get the signal there. A shell's job in the background would ignore it."""
 
     def prepare(rank):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for one in ranks:
-            _gets(one, place, "SIGINT", iteration=iteration)(rank)
+            _gets(one, place, name, iteration=iteration)(rank)
 
     return prepare
 
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    "ranks, place, iteration",
+    "name, ranks, place, iteration",
     [
-        ((0, 1), "forward", 2),
-        ((1,), "saving", 4),
-        ((0, 1), "index", 0),
-        ((1,), "model", 0),
-        ((1,), "backward", 2),
-        ((0, 1), "replay", 2),
-        ((1,), "evaluation", 3),
+        ("SIGINT", (0, 1), "forward", 2),
+        ("SIGINT", (1,), "saving", 4),
+        ("SIGINT", (0, 1), "index", 0),
+        ("SIGINT", (1,), "model", 0),
+        ("SIGINT", (1,), "backward", 2),
+        ("SIGINT", (0, 1), "replay", 2),
+        ("SIGINT", (1,), "evaluation", 3),
+        ("SIGTERM", (0,), "step", 2),
     ],
 )  # only one rank makes the index: it may be rank 0
-def test_ctrl_c_is_one_line_and_no_traceback(tmp_path, place, iteration, ranks):
+def test_ctrl_c_is_one_line_and_no_traceback(tmp_path, place, iteration, ranks, name):
     """A terminal sends it to every rank, srun to one. Without --exit-signal-handler nothing is
-    saved."""
+    saved, and no rank trains on."""
     data = _corpus(tmp_path) if place == "index" else MOCK
     more = f"--save {tmp_path}/save --save-interval 4 --recompute-policy *:full"
     arguments = [*RUN[:-1], *data, *more.split()]
     with program(
-        arguments, ranks=2, prepare=_interrupted(place, *ranks, iteration=iteration)
+        arguments, ranks=2, prepare=_interrupted(place, *ranks, iteration=iteration, name=name)
     ) as run:
         statuses = run.wait()
-        assert set(statuses) <= {-signal.SIGINT, 128 + signal.SIGINT}, run.everything()
+        number = signal.Signals[name]
+        assert set(statuses) <= {-number, 128 + number}, run.everything()
         (line,) = run.messages()
-        assert ": SIGINT; no checkpoint is written (with --save, --exit-signal-handler" in line
+        assert f": {name}; no checkpoint is written for it (--save with --exit-signal-h" in line
         assert "stops at " in line
         assert "Traceback" not in run.everything()
+    assert place == "saving" or not [*tmp_path.glob("save/iter_*")]
     completes(*arguments, "--load", str(tmp_path / "save"), "--allow-fresh-start")
 
 

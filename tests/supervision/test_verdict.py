@@ -9,7 +9,7 @@ from megatron_lite.supervision.exits import LEFT, Trouble, Verdict, judge
 
 # BEATS MOVES WHERE; rank 0 judges
 MOVES = {0: "5 4 iteration 3", 1: "5 3 iteration 2", 2: "7 4 iteration 3"}
-SAVES = "with --save, --exit-signal-handler"
+SAVES = "no checkpoint is written for it (--save with --exit-signal-handler"
 
 
 def judged(what, later, *, number=0, graceful=False):
@@ -55,7 +55,7 @@ def test_a_rank_that_had_ended_before_is_not_silent():
 
 @pytest.mark.parametrize("graceful", [False, True])
 def test_a_signal_ends_the_run_unless_the_training_loop_takes_care_of_it(graceful):
-    text = f"SIGTERM; no checkpoint is written ({SAVES} writes one)"
+    text = f"SIGTERM; {SAVES} writes one)"
     stop = Verdict(0, 128 + signal.SIGTERM, text)
     assert judged("signal", ALIVE, number=signal.SIGTERM, graceful=graceful) == (
         None if graceful else stop
@@ -68,5 +68,5 @@ def test_ctrl_c_ends_a_run_that_takes_care_of_other_signals():
         verdict = judged("signal", ALIVE, number=signal.SIGINT, graceful=True)
     finally:
         signal.signal(signal.SIGINT, before)
-    text = f"SIGINT; no checkpoint is written ({SAVES} --exit-signal SIGINT writes one)"
+    text = f"SIGINT; {SAVES} --exit-signal SIGINT writes one)"
     assert verdict == Verdict(0, 128 + signal.SIGINT, text)
