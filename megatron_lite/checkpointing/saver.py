@@ -265,9 +265,9 @@ class Saver:
         if kind == DONE:
             return [value for _, value in answers]
         if kind == FAILED:
-            raise SaveFailed(
-                f"{fault} written by rank {rank}: {found}. Earlier checkpoints are as they were"
-            ) from failure
+            is_there = self._root.is_dir()
+            others = "Earlier checkpoints are as they were" if is_there else "The folder is gone"
+            raise SaveFailed(f"{fault} written by rank {rank}: {found}. {others}") from failure
         if failure and not isinstance(failure, (InputError, *PASSING)):
             raise failure
         raise self._error(found) from failure

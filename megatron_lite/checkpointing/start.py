@@ -182,7 +182,7 @@ def candidates(root: Path) -> Candidates:
             f"--load {root}: is a checkpoint of Megatron-LM, which needs a conversion first. Run\n"
             f"  {shlex.join(subcommand('convert'))} --from {found} --to megatron-lite "
             f"--load {shlex.quote(str(root))} --save {save}\n"
-            f"and then --load {save}"
+            f"  and then --load {save}"
         )
     try:  # before the steps are listed, so that a step that a run saves meanwhile is among them
         newest, fault = int(pointed_step(root).stem.removeprefix("iter_")), None

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_lite.config import megatron_flags
-from megatron_lite.config.checks import Values, flag
+from megatron_lite.config.checks import Values, flag, printable
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.dry_run_settings import DryRunConfig
 from megatron_lite.config.invocation import SCRIPT
@@ -240,7 +240,9 @@ def _parsed(namespace: argparse.Namespace, notices: list[str]) -> ParsedArgument
     set_fields = [name for name, value in given.items() if value is not False]
     notices += notices_of(config, "settings", given=set_fields)
     prints = "".join(name for name in PRINTING if getattr(general, name))
-    return ParsedArguments(config, prints, dry_run, tuple(notices), general.local_rank)
+    return ParsedArguments(
+        config, prints, dry_run, tuple(map(printable, notices)), general.local_rank
+    )
 
 
 def _values_of(name: str, source: str, given: Mapping[str, Any], notices: list[str]) -> Values:

@@ -6,6 +6,7 @@ of a wrong type or size before it reaches a loop, an allocation or an index. Sta
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -97,6 +98,18 @@ def parse_whole_number(text: str) -> int:
 def shown(text: str) -> str:
     """Returns the text for an error message: only its beginning if it is long."""
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
+
+
+def printable(text: object) -> str:
+    """Returns the text with escapes for what a terminal would obey, such as a name may have.
+
+    A line break stays if an indented line follows: any other one would begin another message.
+    """
+
+    def escape(found: re.Match[str]) -> str:
+        return found[0] if found[0].isprintable() else repr(found[0])[1:-1]
+
+    return re.sub(r"[^ -~\n]|\n(?! )", escape, str(text))
 
 
 def without_repetition(pairs: list[tuple[str, Any]]) -> Values:

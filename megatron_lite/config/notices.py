@@ -96,6 +96,9 @@ def _unread(config: RunConfig, given: Collection[str]) -> Iterator[str]:
         )
     if model.moe_router_load_balancing_type not in ("none", SINKHORN) and not model.balance_losses:
         reasons["moe_router_load_balancing_type"] = "without --moe-aux-loss-coeff above 0"
+    if model.multi_latent_attention and "kv_channels" in given:
+        heads = f"whose keys have {model.kv_channels} channels"
+        reasons["kv_channels"] = f"under --multi-latent-attention, {heads}"
     unread: dict[str, list[str]] = {}
     for name, one in run_fields().items():
         if name not in given and values[name] == one.default:
@@ -138,8 +141,9 @@ def _of_run(config: RunConfig) -> Iterator[str]:
         )
     if data.mock_data and (given := data.document_flags):
         yield (
-            f"--mock-data packs no documents: {', '.join(given)} find end-of-document "
-            "tokens in its samples by chance only"
+            f"--mock-data packs no documents: {', '.join(given)} "
+            f"{'finds' if len(given) == 1 else 'find'} end-of-document tokens in its samples by "
+            "chance only"
         )
 
 

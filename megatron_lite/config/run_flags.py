@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any, NoReturn, TypeVar
 
-from .checks import Values, flag, input_faults, parse_whole_number
+from .checks import Values, flag, input_faults, parse_whole_number, printable
 from .layer_pattern import parse_window
 from .megatron_flags import OTHER_WAYS, unread_faults
 from .run import RunConfig
@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
         argparse would print the usage first. With Megatron's many flags it would hide the message.
         """
         own = re.sub(r"argument \S+: (?=--)", "", message)  # our readers name the flag themselves
-        self.exit(2, f"{self.prog}: error: {own}\n")
+        self.exit(2, f"{self.prog}: error: {printable(own)}\n")
 
 
 def supported_flags(parser: Parser) -> list[str]:

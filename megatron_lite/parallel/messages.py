@@ -23,7 +23,7 @@ from contextlib import (
 )
 from typing import TextIO
 
-from megatron_lite.config.checks import PeerError
+from megatron_lite.config.checks import PeerError, printable
 
 from .signals import flush_output
 
@@ -69,7 +69,7 @@ def print_line(line: str, stream: TextIO | None = None) -> None:
     stream: None is standard output. A full or closed stream loses the line, and the run goes on.
     """
     with suppress(OSError):
-        print(line, file=stream, flush=True)
+        print(printable(line), file=stream, flush=True)
 
 
 def print_fault(message: object, rank: int, *, program: str, always_named: bool = False) -> None:

@@ -176,7 +176,7 @@ def safe_output() -> Iterator[None]:
     Once nobody reads standard output, this process ends by SIGPIPE, without a message.
     `command | head` closes the pipe in this way. Python ignores SIGPIPE, so that writing raises
     BrokenPipeError instead. The block's end writes the buffered output. A BrokenPipeError of
-    another file passes through.
+    another file passes through. If standard output is full, one line says so, with status 2.
     """
     flush = getattr(sys.stdout, "flush", bool)  # bool: standard output is closed
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -196,3 +196,15 @@ def safe_output() -> Iterator[None]:
             raise
         atexit._run_exitfuncs()  # death by a signal skips these functions
         die_of(signal.SIGPIPE)
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        try:
+            os.write(1, b"\n")  # another file may be full
+        except OSError:
+            with contextlib.suppress(OSError):
+                reason = f"standard output cannot be written ({error.strerror})"
+                print(f"error: {reason}", file=sys.stderr)
+            flush_output()
+            sys.exit(2)
+        raise

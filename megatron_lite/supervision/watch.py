@@ -34,7 +34,7 @@ import traceback
 from datetime import timedelta
 from typing import NoReturn
 
-from megatron_lite.config.checks import parse_json
+from megatron_lite.config.checks import parse_json, printable
 from megatron_lite.parallel.signals import die_of, flush_output
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import default_store
@@ -193,11 +193,10 @@ class Watch:
             flush_output()
         if verdict.rank == self._rank:
             text = (
-                f"{self._program}: [rank {self._rank}] stops at {self.pulse.where}: "
-                f"{verdict.text}\n"
+                f"{self._program}: [rank {self._rank}] stops at {self.pulse.where}: {verdict.text}"
             )
             with contextlib.suppress(OSError):  # standard error is full or closed
-                os.write(sys.stderr.fileno(), text.encode())
+                os.write(sys.stderr.fileno(), f"{printable(text)}\n".encode())
         if self._lingers and self._thread is not None:
             time.sleep(3 * BEAT_S)  # the others must read the verdict first
         # A shell script stops at Ctrl-C only if its command dies of the signal itself.

@@ -43,6 +43,8 @@ from .command import tool
 MAX_LINE_BYTES = 8 << 20
 
 
+# How files of gzip, zstd, xz, bzip2 and zip begin.
+COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"BZh", b"PK\x03\x04")
 Line = tuple[int, bytes]  # the number of a line of a file, counted from 1, and its content
 
 
@@ -72,6 +74,11 @@ def lines_of(path: str, max_line_bytes: int) -> Iterator[Line]:
         with open_input(path) as file:
             lines = iter(lambda: file.readline(max_line_bytes + 1), b"")
             for number, content in enumerate(lines, start=1):
+                if number == 1 and content.startswith(COMPRESSED):
+                    raise InputError(
+                        f"--input {path} is compressed: give the file that gunzip, zstd -d, unxz, "
+                        "bunzip2 or unzip makes of it"
+                    )
                 if len(content.rstrip(b"\r\n")) > max_line_bytes:
                     raise InputError(
                         f"{path}:{number}: the line is longer than --max-line-bytes "

@@ -33,7 +33,7 @@ from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, printable
 from megatron_lite.config.units import ByteUnit, plural, size
 
 from .iteration_line import (
@@ -144,7 +144,7 @@ class RunLog:
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             # The terminal gets the error from the program, on standard error.
-            self.to_file(f"error: {error}" if str(error) else f"error: {type(error).__name__}")
+            self.to_file(printable(f"error: {str(error) or type(error).__name__}"))
         for part in (*self._parts.values(), self._terminal):
             if part is not None:
                 with suppress(Exception):  # whatever a package raises is no reason to fail
@@ -172,6 +172,7 @@ class RunLog:
 
     def line(self, text: str) -> None:
         """Prints one line, and writes it to the log file."""
+        text = printable(text)
         self._show(text)
         self.to_file(text)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_lite.checkpointing.step_files import Progress, step_directory
+from megatron_lite.config.checks import printable
 from megatron_lite.config.invocation import subcommand
 from megatron_lite.config.notices import Here
 from megatron_lite.config.run import RunConfig
@@ -42,7 +43,9 @@ LONGEST_VALUE = 60
 def arguments_table(config: RunConfig) -> str:
     """Returns the dotted table of all arguments as Megatron prints it, sorted by name."""
     rows = config.values
-    lines = [f"  {field} {'.' * (48 - len(field))} {rows[field]}" for field in sorted(rows)]
+    lines = [
+        printable(f"  {field} {'.' * (48 - len(field))} {rows[field]}") for field in sorted(rows)
+    ]
     return "\n".join(
         [
             "------------------------ arguments ------------------------",
@@ -80,10 +83,9 @@ def short_settings(config: RunConfig) -> list[str]:
             text = f"{text[: LONGEST_VALUE - 3 - len(count)]}...{count}"
         topic = run_fields()[name].topic.replace("_", " ")
         topics.setdefault(topic, []).append(f"{flag} {text}".rstrip())
-    return [
-        f"settings that differ from the defaults ({everything})",
-        *(f"  {topic:12} {' '.join(settings)}" for topic, settings in topics.items()),
-    ]
+    lines = (f"  {topic:12} {' '.join(settings)}" for topic, settings in topics.items())
+    heading = f"settings that differ from the defaults ({everything})"
+    return [*map(printable, (heading, *lines))]
 
 
 # Raised whenever the same flags give other low bits on the same machine: "Bits changed" in

@@ -94,6 +94,16 @@ CASES = [
 ]
 
 
+def test_a_folder_that_is_gone_has_no_earlier_checkpoints(tmp_path, monkeypatch):
+    def gone(*_):
+        shutil.rmtree(tmp_path)
+        raise OSError
+
+    monkeypatch.setattr(saver, "_write_files", gone)
+    with pytest.raises(InputError, match="The folder is gone"):
+        run_to_end(tiny_run(train_iters=1, save=str(tmp_path)))
+
+
 @pytest.mark.runs(daily=0)
 @pytest.mark.parametrize("fault, reasons, async_save", CASES)
 def test_a_save_that_the_system_refuses_leaves_all_as_it_was(

@@ -53,20 +53,12 @@ def test_a_rank_that_had_ended_before_is_not_silent():
     assert verdict == Verdict(0, 1, "rank 1 has ended, with a message")
 
 
-@pytest.mark.parametrize("graceful", [False, True])
-def test_a_signal_ends_the_run_unless_the_training_loop_takes_care_of_it(graceful):
-    text = f"SIGTERM; {SAVES} writes one)"
-    stop = Verdict(0, 128 + signal.SIGTERM, text)
-    assert judged("signal", ALIVE, number=signal.SIGTERM, graceful=graceful) == (
-        None if graceful else stop
-    )
-
-
-def test_ctrl_c_ends_a_run_that_takes_care_of_other_signals():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        verdict = judged("signal", ALIVE, number=signal.SIGINT, graceful=True)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    text = f"SIGINT; {SAVES} --exit-signal SIGINT writes one)"
-    assert verdict == Verdict(0, 128 + signal.SIGINT, text)
+@pytest.mark.parametrize("name, graceful", [("TERM", False), ("TERM", True), ("INT", True)])
+def test_a_signal_ends_the_run_unless_the_training_loop_takes_care_of_it(
+    name, graceful, monkeypatch
+):
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.default_int_handler)  # Ctrl-C
+    number, more = signal.Signals[f"SIG{name}"], " --exit-signal SIGINT" * (name == "INT")
+    stop = Verdict(0, 128 + number, f"SIG{name}; {SAVES}{more} writes one)")
+    found = judged("signal", ALIVE, number=number, graceful=graceful)
+    assert found == (None if graceful and not more else stop)

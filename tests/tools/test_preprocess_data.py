@@ -101,6 +101,8 @@ def test_a_bad_line_in_a_worker_ends_the_run_too(tmp_path):
     source = write_jsonl(tmp_path / "in.jsonl", ["1"] * 20 + ["x"] + ["1"] * 20)
     found = preprocess(tmp_path, "--workers 2", source=source, block_bytes=1)
     assert "in.jsonl:21: " in fault(found, tmp_path)
+    (tmp_path / "in.jsonl").write_bytes(b"\x1f\x8b\x08")
+    assert "is compressed: give" in fault(preprocess(tmp_path, source=source), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,8 @@ def test_standard_output_that_is_full_or_closed_ends_no_run(output, tmp_path):
     lost = "warning: standard output cannot be written (No space left on device); training goes on"
     assert done.stderr.count(lost) == (output == ">/dev/full")
     assert done.returncode == 0 and len(rows(tmp_path / "m")) == 12
+    done = started("sh", "-c", f"{shlex.join(command('--help'))} {output}")
+    assert done.returncode == 2 * ("full" in output) and "Traceback" not in done.stderr
 
 
 def test_a_kill_while_rows_are_dropped_leaves_the_whole_file_or_the_new_one(tmp_path):

@@ -150,13 +150,16 @@ def test_the_settings_at_the_start_are_those_that_differ():
 def test_the_log_file_is_appended_to_and_has_the_error_that_ends_a_run(
     tmp_path, monkeypatch, capsys
 ):
-    path = tmp_path / "new" / "run.log"
+    """A name in it can neither begin a line nor rule a terminal."""
+    path = tmp_path / "\x1b[1m\n\u202e" / "run.log"
     config = tiny_run(train_iters=4, log_file=str(path))
     run_to_end(config)
-    first_step_fails(monkeypatch, InputError("the sky falls"))
-    with pytest.raises(InputError, match="the sky falls"):
+    first_step_fails(monkeypatch, InputError("the\nsky\n  falls"))
+    with pytest.raises(InputError, match="sky"):
         run_to_end(config)
     text = path.read_text()
     assert text.count(" after iteration 0\n") == text.count("end of arguments") == 2
-    assert text.endswith("error: the sky falls\n")
-    assert "the sky falls" not in capsys.readouterr().out
+    assert text.endswith("error: the\\nsky\n  falls\n")
+    out = capsys.readouterr().out
+    assert "sky" not in out and out.count("\\x1b[1m\\n\\u202e/run.log\n") == 1
+    assert "\x1b" not in text + out + "".join(short_settings(config))
