@@ -42,7 +42,7 @@ def input_faults(before: str = "", after: str = "") -> Iterator[None]:
 
 def flag(field: str) -> str:
     """Returns the flag of a config field: `num_layers` -> `--num-layers`."""
-    return "--" + field.replace("_", "-")
+    return f"--{field.replace('_', '-')}"
 
 
 def quoted(value: object) -> str:
@@ -100,16 +100,12 @@ def shown(text: str) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
 
 
-def printable(text: object) -> str:
+def printable(text: str) -> str:
     """Returns the text with escapes for what a terminal would obey, such as a name may have.
 
     A line break stays if an indented line follows: any other one would begin another message.
     """
-
-    def escape(found: re.Match[str]) -> str:
-        return found[0] if found[0].isprintable() else repr(found[0])[1:-1]
-
-    return re.sub(r"[^ -~\n]|\n(?! )", escape, str(text))
+    return re.sub(r"[^ -~\n]|\n(?! )", lambda one: repr(one[0])[1:-1], text)
 
 
 def without_repetition(pairs: list[tuple[str, Any]]) -> Values:

@@ -197,14 +197,13 @@ def safe_output() -> Iterator[None]:
         atexit._run_exitfuncs()  # death by a signal skips these functions
         die_of(signal.SIGPIPE)
     except OSError as error:
-        if error.filename is not None:
+        if error.filename:
             raise
         try:
             os.write(1, b"\n")  # another file may be full
         except OSError:
             with contextlib.suppress(OSError):
-                reason = f"standard output cannot be written ({error.strerror})"
-                print(f"error: {reason}", file=sys.stderr)
+                print(f"error: standard output is not written ({error.strerror})", file=sys.stderr)
             flush_output()
             sys.exit(2)
         raise
