@@ -23,7 +23,8 @@ be there) and, if it differs, for null. `inverted`: the field is the opposite of
 the field's value for each of the key's. `power`: the field is that power of the key. `written`: the
 property of the model that is written for the field. Keys of one field must have one value. A family
 that is `like` another one names what differs; null takes an entry out. `also` has values without
-which transformers does not open an export, and which say nothing about the model.
+which transformers does not open an export, and which say nothing about the model. The heads of a
+`square` family have hidden_size channels in all, as where no key has those of a head.
 """
 
 from dataclasses import asdict
@@ -117,9 +118,10 @@ def from_hf(config: Any) -> KnownModel:
             raise ValueError(f"{key} {quoted(value)} has no counterpart: {only['reason']}")
     vocab_size = as_whole(reader.get("vocab_size"), "vocab_size", 1, MOST_SIZE)
     hidden = as_whole(fields["hidden_size"], "hidden_size", 1, MOST_SIZE)
-    size, heads = reader.value("head_dim", int, None), fields["num_attention_heads"]
-    has_no_field = {"kv_channels", "kv_lora_rank"}.isdisjoint(fields)
-    if has_no_field and size is not None and size * heads != hidden:
+    size = fields.get("kv_channels", reader.value("head_dim", int, None))
+    heads = fields["num_attention_heads"]
+    is_square = family.get("square", {"kv_channels", "kv_lora_rank"}.isdisjoint(fields))
+    if is_square and size is not None and size * heads != hidden:
         raise ValueError(
             f"head_dim {size} has no counterpart: a head of this family has {hidden} / {heads} "
             "channels"
@@ -134,7 +136,8 @@ def from_hf(config: Any) -> KnownModel:
     if all(fields.get("no_rope_freq", (0,))):
         raise ValueError(
             "no layer has a rotary embedding, by no_rope_layers, or by layer_types without "
-            "sliding_attention under a sliding_window: correct them, or set sliding_window to null"
+            "sliding_attention under a sliding_window: correct them, or set sliding_window to null "
+            "where the family may have none"
         )
     unread = [
         str(key) for key in config if key not in reader.seen | NEUTRAL and str(key)[:1] != "_"

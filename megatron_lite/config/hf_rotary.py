@@ -1,5 +1,6 @@
 """The rotary embedding of a Hugging Face model: rules of hf_rules.py. Standard library only."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .checks import Values, as_whole, quoted, shown
@@ -13,7 +14,7 @@ MSCALES = ("mscale", "mscale_all_dim")
 OF_RULE = {"yarn": ("beta_fast", "beta_slow"), "longrope": ("short_factor", "long_factor")}
 KEYS = {"rope_theta", "rope_type", "factor", "partial_rotary_factor", "attention_factor", *LLAMA3}
 KEYS |= {*MSCALES, *OF_RULE["yarn"], *OF_RULE["longrope"]}
-RULES = (None, "default", "linear", "llama3", "yarn", "longrope")
+RULES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 class Rotary(NamedTuple):
@@ -28,6 +29,7 @@ class Rotary(NamedTuple):
         "explicit": without the object transformers takes a scaling of its own.
     local: the key of the base of layers with a window in older files; default_local: that base.
     default_length: the length before a scaling if its key is missing outside of the object.
+    scalings: those of RULES that the family has.
     """
 
     default_base: int = 10000
@@ -38,6 +40,7 @@ class Rotary(NamedTuple):
     local: str = ""
     default_local: int = 0
     default_length: int = 0
+    scalings: Sequence[str] = RULES
 
     def read(self, config: Config, fields: Values) -> None:
         found = self._parameters(config, fields)
@@ -49,8 +52,13 @@ class Rotary(NamedTuple):
         elif share not in (1, None):
             raise ValueError("partial_rotary_factor: the whole head is rotated in this family")
         kind = found["rope_type"]
+        if kind in RULES and kind not in self.scalings:
+            raise ValueError(
+                f"rope_scaling {quoted(kind)} has no counterpart: this family has only "
+                f"{', '.join(self.scalings)}"
+            )
         if kind == "linear":
-            factor = _whole_number("factor", found.get("factor", 1))
+            factor = _whole_number("factor", Config(found).value("factor", float, REQUIRED))
             fields["rotary_seq_len_interpolation_factor"] = factor
         elif kind == "llama3":
             there = {**found, LENGTH: self._original_length(found, config)}
@@ -59,7 +67,7 @@ class Rotary(NamedTuple):
             ]
             if not other:
                 fields["use_rope_scaling"] = True
-                fields["rope_scaling_factor"] = Config(found).value("factor", float, 8.0)
+                fields["rope_scaling_factor"] = Config(found).value("factor", float, REQUIRED)
                 return
             config.inexact.append(
                 f"rope_scaling 'llama3' with {', '.join(other)} is left out: --use-rope-scaling "
@@ -72,7 +80,7 @@ class Rotary(NamedTuple):
             depends = ", which depends on the length of the text," * (kind == "dynamic")
             config.inexact.append(
                 f"rope_scaling {quoted(kind)}{depends} is left out: it changes no size, but a run "
-                f"here does not scale its rotary embedding so (it knows {', '.join(RULES[2:])})"
+                f"here does not scale its rotary embedding so (it knows {', '.join(RULES[1:])})"
             )
 
     def _parameters(self, config: Config, fields: Values) -> Values:
@@ -142,7 +150,7 @@ class Rotary(NamedTuple):
 
     def _read_stretched(self, found: Config, config: Config, fields: Values) -> None:
         kind, length = found.get("rope_type"), self._original_length(found.values, config)
-        by_length = fields["max_position_embeddings"] / length
+        by_length = fields["max_position_embeddings"] / length if kind == "longrope" else REQUIRED
         fields |= {"rope_type": kind, LENGTH: length}
         fields["rotary_scaling_factor"] = found.value("factor", float, by_length)
         fields["rope_attention_factor"] = found.value("attention_factor", float, None)

@@ -85,14 +85,15 @@ class Groups(NamedTuple):
 class Biases(NamedTuple):
     """attention_bias: those of queries, keys, values and the projection. mlp_bias: of the MLP too.
 
-    default: of both keys.
+    default: of both keys. mlp: whether transformers reads mlp_bias.
     """
 
     default: bool = False
+    mlp: bool = False
 
     def read(self, config: Config, fields: Values) -> None:
-        keys = ("attention_bias", "mlp_bias")
-        attention, mlp = (config.value(key, bool, self.default) for key in keys)
+        attention = config.value("attention_bias", bool, self.default)
+        mlp = self.mlp and config.value("mlp_bias", bool, self.default)
         if mlp and not attention:
             raise ValueError("mlp_bias True with attention_bias False: an MLP has no bias alone")
         # add_bias_linear has those of attention too, and Megatron-LM no add_proj_bias
@@ -100,7 +101,8 @@ class Biases(NamedTuple):
         fields |= dict(add_bias_linear=mlp, add_qkv_bias=attention, add_proj_bias=alone)
 
     def write(self, model: ModelConfig) -> Values:
-        return {"attention_bias": model.has_proj_bias, "mlp_bias": model.add_bias_linear}
+        found = {"attention_bias": model.has_proj_bias}
+        return found | ({"mlp_bias": model.add_bias_linear} if self.mlp else {})
 
 
 class ScaledEmbedding(NamedTuple):
@@ -119,7 +121,8 @@ class Windows(NamedTuple):
     layers: which layers have one: "all"; "unrotated", those without a rotary embedding; "none";
         "listed", those of layer_types; else FIRST, the key of the number of the first one. But for
         "all", layer_types, if it is there, says which layers have one.
-    default: the window, if its key is missing.
+    default: the window, if its key is missing. needed: it must be a number, of which no layer needs
+        to have one.
     switched: whether use_sliding_window turns the windows on.
     without, first: if layer_types is missing, every such layer from the first on has no window.
         Without `without`, `first` is the first layer with a window if FIRST is missing.
@@ -129,6 +132,7 @@ class Windows(NamedTuple):
 
     layers: str
     default: int | None = None
+    needed: bool = False
     switched: bool = False
     without: int = 0
     first: int = 0
@@ -141,12 +145,17 @@ class Windows(NamedTuple):
             kinds = [self.unlisted] * number
         size = config.value("sliding_window", int, self.default, null=None)
         is_used = size is not None
+        if self.needed and not is_used:
+            raise ValueError(
+                "sliding_window null has no counterpart: transformers needs a number in this "
+                f"family (a layer of layer_types that is {FULL} has no window)"
+            )
         if self.switched:
             is_used &= config.value("use_sliding_window", bool, False)
         if is_used and self.layers == "none":
             raise ValueError(
-                "use_sliding_window True has no counterpart: versions of transformers differ in "
-                "which layers of this family have the window"
+                f"sliding_window {size} has no counterpart: no layer of this family has a window, "
+                "or versions of transformers differ in which ones: set it to null"
             )
         have = [int(is_used)] * number
         if is_used and self.layers == "unrotated":
@@ -182,9 +191,8 @@ class Windows(NamedTuple):
     def write(self, model: ModelConfig) -> Values:
         window = model.window_size
         have = [model.layer_window(layer) is not None for layer in range(model.num_layers)]
-        found: Values = {"sliding_window": None if window is None else window[0] + 1}
-        if window is None and self.without and not self.rotates:
-            found["sliding_window"] = model.max_position_embeddings  # transformers needs a number
+        unused = model.max_position_embeddings if self.needed else None
+        found: Values = {"sliding_window": unused if window is None else window[0] + 1}
         if self.switched:
             found["use_sliding_window"] = any(have)
         if self.layers == FIRST:

@@ -186,8 +186,9 @@ def write(source: WeightSource, path: Path, *, family: str | None = None) -> Non
     count = len(shards)
     names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
     files = dict(zip(names if count > 1 else [WEIGHTS], shards, strict=True))
-    ends = dict(bos_token_id=None, eos_token_id=end, pad_token_id=None)
-    config |= {**ends, "torch_dtype": str(source.dtype).removeprefix("torch."), **source.token_ids}
+    ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None, **source.token_ids}
+    config |= {key: one for key, one in ids.items() if one is not None or key not in config}
+    config["torch_dtype"] = str(source.dtype).removeprefix("torch.")
     if "tokenizer.json" in texts and "tokenizer_config.json" not in texts:
         # AutoTokenizer asks this file for the class.
         texts["tokenizer_config.json"] = json_bytes({"tokenizer_class": "PreTrainedTokenizerFast"})

@@ -161,7 +161,7 @@ _CONFIGS = {
     "starcoder2": dict(sliding_window=5, **_without(_QWEN2_SIZES, "rms_norm_eps")),
     "stablelm": dict(use_qkv_bias=True, **_QWEN2_SIZES | _rope(0.5)),
     "mixtral": dict(_EXPERTS, num_local_experts=6),
-    "olmoe": dict(_QWEN2_EXPERTS, num_experts=6),
+    "olmoe": dict(_QWEN2_EXPERTS, num_experts=6, head_dim=D),
     "flex_olmo": dict(_QWEN2_EXPERTS, num_experts=6),
     "glm4_moe": dict(
         _EXPERTS,
