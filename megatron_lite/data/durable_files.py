@@ -84,6 +84,13 @@ def write_text(path: str, text: str) -> None:
         Path(tmp).write_text(text, encoding="utf-8")
 
 
+def check_writable(path: str) -> None:
+    """Raises InputError if `write_text` could not write the file, before its text is known."""
+    with contextlib.suppress(EOFError), replacing(path) as tmp:
+        Path(tmp).touch()
+        raise EOFError  # so nothing is replaced
+
+
 def checksum_of(path: Path | str) -> tuple[int, str]:
     """Returns the size and the SHA-256 of a regular file. Raises as `open_input` does.
 

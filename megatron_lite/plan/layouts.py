@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from megatron_lite.config.optimizer_settings import FLOAT32
@@ -26,6 +27,7 @@ from .problem import (
     AWARE,
     CONTEXT,
     DATA_PARALLEL,
+    ENDS,
     EXCHANGE,
     EXPERTS,
     FORMATS,
@@ -33,6 +35,7 @@ from .problem import (
     LOSS_CHUNK,
     MEAN_SQUARE,
     MICRO_BATCH,
+    NUMBERS,
     OFFLOAD,
     PIPELINE,
     RESHARD,
@@ -74,6 +77,11 @@ def kind_of(config: RunConfig) -> str:
     return ZERO1 if config.data_parallel.use_distributed_optimizer else REPLICATED
 
 
+def _given(problem: Problem, fields: Iterable[str]) -> dict[str, Any]:
+    """Returns those of the fields that the user has fixed, with their values."""
+    return {name: problem.fixed[name] for name in fields if name in problem.fixed}
+
+
 def refusal(problem: Problem) -> str:
     """Returns why no layout of so many ranks has the dimensions that are fixed."""
     try:
@@ -95,7 +103,7 @@ def layouts(problem: Problem) -> Iterator[RunConfig]:
     """
     rows: list[Row] = [problem.policy or {}]
     for fields, values in DIMENSIONS:
-        fixed = {name: problem.fixed[name] for name in fields if name in problem.fixed}
+        fixed = _given(problem, fields)
         rows = [
             {**row, **more} for row in rows for more in ([fixed] if fixed else values(problem, row))
         ]
@@ -202,30 +210,28 @@ def _ways(problem: Problem) -> tuple[str, ...]:
 def most_virtual(problem: Problem, config: RunConfig) -> int:
     """Returns the most virtual stages that the search gives each rank of a layout."""
     parallel = config.parallel
-    if parallel.pipeline_model_parallel_size > 1 and problem.fixed.keys().isdisjoint(VIRTUAL):
+    if parallel.pipeline_model_parallel_size > 1 and problem.fixed.keys().isdisjoint(NUMBERS):
         return MOST_VIRTUAL_STAGES
     return parallel.num_virtual_stages_per_pipeline_rank or 1
 
 
 def virtuals(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
     """Yields a layout of `variants` with 2, 3, ... virtual stages, as far as the user has fixed no
-    stages, each with the most even cut of the layers."""
+    number of them, each with the most even cut of the layers."""
     size = config.parallel.pipeline_model_parallel_size
-    if problem.fixed.keys().isdisjoint(VIRTUAL):
+    if problem.fixed.keys().isdisjoint(NUMBERS):
         for virtual in range(2, most_virtual(problem, config) + 1):
-            more = {**dict.fromkeys(VIRTUAL), VIRTUAL[0]: virtual}
             for ends in _ends(problem, size, virtual)[:1]:
-                yield from _possible(problem, config, {**more, **ends})
+                yield from _possible(problem, config, {**dict.fromkeys(VIRTUAL), **ends})
 
 
 def recuts(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
     """Yields a layout of `variants` or `virtuals` with every other cut of its layers into as many
-    stages, as far as the user has fixed none."""
+    stages that has the numbers that the user has fixed."""
     parallel = config.parallel
     virtual = parallel.num_virtual_stages_per_pipeline_rank or 1
-    if problem.fixed.keys().isdisjoint(VIRTUAL):
-        for ends in _ends(problem, parallel.pipeline_model_parallel_size, virtual)[1:]:
-            yield config.with_fields(ends)
+    for ends in _ends(problem, parallel.pipeline_model_parallel_size, virtual)[1:]:
+        yield config.with_fields(ends)
 
 
 def savers(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
@@ -248,41 +254,48 @@ def savers(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
 
 
 def _ends(problem: Problem, size: int, virtual: int) -> list[Row]:
-    """Returns the layers of the first and the last rank in every cut, the most even one first.
+    """Returns the fields of every cut into as many virtual stages, the most even one first.
 
-    The ranks between hold equally many layers, and these two no more, unless the ends alone take
-    one or two that are left (3, 2, 2), or all that are (4, 2, 2, 4). Each end may hold fewer by
-    what the output layer is worth: its computation delays the last rank, its gradients the
-    reduction, and most micro-batches wait on the first rank.
+    No rank holds more layers than all would if the output layer were layers too, or one more than
+    in the most even cut: its computation delays the last rank, its gradients the reduction, and
+    most micro-batches wait on the first rank. The ranks between may hold one more still.
     """
-    model = problem.base.model
-    if size == 1:
-        return [{}]
-    base, layers = problem.base, model.num_layers
-    sizes = Sizes(model=model, micro_batch_size=1, seq_length=base.data.seq_length)
+    fixed, asked = _given(problem, VIRTUAL), _given(problem, ENDS)
+    if size == 1 or not fixed.keys().isdisjoint(NUMBERS[1:]):
+        return [fixed]
+    base, layers = problem.base, problem.base.model.num_layers
+    virtual = fixed.get(VIRTUAL[0], virtual)
+    cuts = [
+        (cut, {VIRTUAL[0]: virtual, **ends})
+        for cut in _cuts(layers, size, virtual)
+        if (ends := dict(zip(ENDS, cut, strict=False))).items() >= asked.items()
+    ]
+    if not cuts:
+        return []
+    sizes = Sizes(model=base.model, micro_batch_size=1, seq_length=base.data.seq_length)
     head = logits_flops(replace(sizes, padded_vocab_size=base.tokenizer.true_vocab_size))
     # Twice: a network also takes long to reduce the gradients of the first and the last rank.
     worth = -(-2 * head * layers // forward_flops(sizes))
-    found: list[Row] = []
+    most = max(-(-(layers + worth) // size), max(cuts[0][0]) + 1)
+    return [
+        ends if len({*cut}) > 1 else {VIRTUAL[0]: virtual}
+        for cut, ends in cuts
+        if max(cut) <= most or max(cut) == cut[2] == most + 1
+    ]
 
-    def add(each: int, more: int = 0) -> None:
-        rest = layers - (size - 2) * each
-        cuts = [(rest - last, last) for last in range(1, rest)]
-        for first, last in sorted(cuts, key=lambda cut: abs(cut[0] - cut[1])):
-            most = max(first, last) - more
-            # With two ranks none lies between: `each` is the larger number of layers.
-            fits = most == each if size == 2 else most <= each
-            if fits and not any(number % virtual for number in (each, first, last)):
-                ends = dict(
-                    decoder_first_pipeline_num_layers=first, decoder_last_pipeline_num_layers=last
-                )
-                found.append({} if first == last == each else ends)
 
-    for each in range(-(-layers // size), -(-(layers + worth) // size) + 2):
-        add(each)
-    if not found or 0 < layers % size < 3 <= size:
-        add(layers // size, more=layers % size // 2 + 1)
-    return found
+@cache
+def _cuts(layers: int, size: int, virtual: int) -> list[tuple[int, int, int]]:
+    """Returns the layers of the first, the last and each other rank in every cut, the most even one
+    first. Of two ranks the larger one counts as another one, too."""
+    found = [
+        (rest - last, last, each or max(rest - last, last))
+        for each in (range(virtual, layers, virtual) if size > 2 else [0])
+        for rest in [layers - (size - 2) * each]
+        for last in range(virtual, rest, virtual)
+        if rest % virtual == 0
+    ]
+    return sorted(found, key=lambda cut: (max(cut), -cut[2], abs(cut[0] - cut[1])))
 
 
 def _kinds(problem: Problem, row: Row) -> Iterator[Row]:
@@ -291,7 +304,7 @@ def _kinds(problem: Problem, row: Row) -> Iterator[Row]:
     FSDP2 gathers the weights of a stage again for each micro-batch of a pipeline. The two are
     tried together only if the user fixes one of them, or if nothing else fits.
     """
-    fixed = {name: problem.fixed[name] for name in DATA_PARALLEL if name in problem.fixed}
+    fixed = _given(problem, DATA_PARALLEL)
     if problem.num_ranks == row[TENSOR] * row[PIPELINE]:
         yield fixed
         return
@@ -314,20 +327,21 @@ def _spreads(problem: Problem, row: Row) -> Iterator[Row]:
     """Yields the ways to spread experts over ranks.
 
     Each is whole on one rank, or shared by the tensor-parallel ranks, which helps more only where
-    ranks cannot have fewer of them. FSDP2 spreads none. All tokens go to every rank where that
-    sends less than each row alone.
+    ranks cannot have fewer of them. FSDP2 spreads none. Each row goes alone only where that may
+    send less than all tokens to every rank.
     """
+    size_asked, share_asked, kind_asked = map(problem.fixed.get, EXPERTS)
     model, tensor = problem.base.model, row[TENSOR]
-    copies = row.get(INSTANCES, 1)
-    yield {}
-    experts = 0 if row.get("use_torch_fsdp2") else model.num_experts or 0
-    for size in range(1, experts + 1):
-        for shared in {tensor, 1} if size in (1, experts) else {1}:
-            is_new = size > 1 or shared != tensor
-            rest = experts % size, problem.num_ranks // row[PIPELINE] % (size * shared * copies)
-            if is_new and not any(rest):
-                kind = "allgather" if size <= model.moe_router_topk else "alltoall"
-                yield dict(zip(EXPERTS, (size, shared, kind), strict=True))
+    experts = 1 if row.get("use_torch_fsdp2") else model.num_experts or 1
+    ranks = problem.num_ranks // (row[PIPELINE] * row.get(INSTANCES, 1))
+    fewest = 1 if experts > 1 else tensor
+    for size in [size_asked] if size_asked else range(1, experts + 1):
+        kinds = ("allgather", "alltoall")[: 1 + (size > model.moe_router_topk)]
+        shares = {tensor, fewest} if size in (1, experts, size_asked) else {fewest}
+        for shared in [share_asked] if share_asked else shares:
+            if experts % size == ranks % (size * shared) == 0:
+                for kind in [kind_asked] if kind_asked else kinds:
+                    yield dict(zip(EXPERTS, (size, shared, kind), strict=True))
 
 
 def variants(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
@@ -376,11 +390,11 @@ DIMENSIONS: Sequence[tuple[Sequence[str], Callable[[Problem, Row], Iterable[Row]
         ],
     ),
     ((EXCHANGE,), lambda problem, row: [{EXCHANGE: _ways(problem)[0]} if row[CONTEXT] > 1 else {}]),
-    (VIRTUAL, lambda problem, row: _ends(problem, row[PIPELINE], 1)[:1]),
+    ((), lambda problem, row: _ends(problem, row[PIPELINE], 1)[:1]),
     ((), _kinds),
     ((RESHARD,), lambda _, row: [{}, {RESHARD: False}] if row.get(DATA_PARALLEL[1]) else [{}]),
     ((INSTANCES,), _instances),
-    (EXPERTS, _spreads),
+    ((), _spreads),
     ((MICRO_BATCH,), _micro_batches),
     ((WRAPPING, LOSS_CHUNK), lambda *_: [{}]),
 )

@@ -19,13 +19,14 @@ CONTEXT, MICRO_BATCH = "context_parallel_size", "micro_batch_size"
 LOSS_CHUNK, SEQUENCE, EXCHANGE = "loss_chunk_size", "sequence_parallel", "cp_comm_type"
 EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size", "moe_token_dispatcher_type")
 INSTANCES = "num_distributed_optimizer_instances"
-VIRTUAL = (
+ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+# Of virtual stages, the first by itself. The others also fix how the layers are cut.
+NUMBERS = (
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
     "pipeline_model_parallel_layout",
 )
+VIRTUAL = (*NUMBERS, *ENDS)
 # The fields that a layout sets. A value that the user gives fixes the dimension.
 SEARCHED = frozenset(
     (TENSOR, PIPELINE, CONTEXT, MICRO_BATCH, LOSS_CHUNK, SEQUENCE, EXCHANGE, INSTANCES, *VIRTUAL)

@@ -43,7 +43,7 @@ from megatron_lite.config.run_flags import (
 )
 from megatron_lite.config.setting import Settings, setting, settings_of
 from megatron_lite.config.units import GIB, parse_bytes
-from megatron_lite.data.durable_files import write_text
+from megatron_lite.data.durable_files import check_writable, write_text
 from megatron_lite.pages.document import document, picture, printable
 from megatron_lite.parallel.messages import told_on_terminal
 from megatron_lite.plan.auto_policy import Budget, default_reserve
@@ -175,6 +175,9 @@ def _plan(args: Namespace, notes: list[str]) -> int:
     flags = {name: value for name, value in vars(args).items() if name not in names}
     notes += take_ignored(flags)
     problem, budget = _problem(own, flags, notes)
+    for path in (own.json, own.html):
+        if path and path != "-":
+            check_writable(path)
     tokens = round(own.train_tokens) if own.train_tokens else None
     training = Training(tokens, own.price_per_gpu_hour)
     verdicts: list[FitVerdict] = []

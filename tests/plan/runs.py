@@ -6,19 +6,19 @@ from megatron_lite.plan.hardware import load_hardware
 H100 = load_hardware("h100-80gb")
 
 
-def small_run(*, layers=4, micro=1, batch=16, parallel=None, **settings):
+def small_run(*, layers=4, micro=1, batch=16, seq_length=1024, parallel=None, **settings):
     """Returns a run of a GPT without dropout, whose layers share no tables."""
     fields = dict(
         num_layers=layers,
         hidden_size=1024,
         num_attention_heads=16,
-        max_position_embeddings=1024,
+        max_position_embeddings=seq_length,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         micro_batch_size=micro,
         global_batch_size=batch,
         bf16=True,
-        seq_length=1024,
+        seq_length=seq_length,
         vocab_size=1999,
     )
     return run_config(**fields | (parallel or {}) | settings)

@@ -1,13 +1,23 @@
 """The search over layouts: against every layout, within the card, and along its sliders."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
-from megatron_lite.config.stages import stages
 from megatron_lite.plan.auto_policy import Budget
-from megatron_lite.plan.layouts import layouts, recuts, savers, variants, virtuals
-from megatron_lite.plan.problem import INSTANCES, MICRO_BATCH, PIPELINE, Problem, usual_batch
+from megatron_lite.plan.layouts import _possible, layouts, savers, variants
+from megatron_lite.plan.problem import (
+    ENDS,
+    EXPERTS,
+    INSTANCES,
+    MICRO_BATCH,
+    PIPELINE,
+    TENSOR,
+    VIRTUAL,
+    Problem,
+    usual_batch,
+)
 from megatron_lite.plan.search import Search
 from megatron_lite.plan.verdict import (
     DOES_NOT_FIT,
@@ -23,40 +33,49 @@ from tests.support.changes import with_fields, with_settings
 SMALL = Problem(small_run(layers=6, batch=128, hidden_size=2048), H100)
 GIB = 2**30
 
-
 WIDE = small_run(layers=6, batch=32, hidden_size=2048, vocab_size=63999)
-LONG = small_run(batch=16, max_position_embeddings=65536, seq_length=65536)
+LONG = small_run(seq_length=65536)
 GATED = dict(swiglu=True, add_bias_linear=False)
 NARROW = small_run(layers=3, batch=1, hidden_size=2048, vocab_size=50257, seq_length=512, **GATED)
 SPREAD = small_run(
     layers=2, batch=4, **GATED, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=512
 )
+DEEP = small_run(layers=10, batch=30, hidden_size=2048, vocab_size=50257, seq_length=2048, **GATED)
+
+
+def with_every_cut(problem, config):
+    """Returns the run with every cut of its layers into stages, once for each."""
+    ends = [None, *range(1, config.model.num_layers)]
+    return {
+        tuple(one.stage_lengths()): one
+        for cut in itertools.product(range(1, 9), ends, ends)
+        for one in _possible(problem, config, dict(zip((VIRTUAL[0], *ENDS), cut, strict=True)))
+    }.values()
 
 
 @pytest.mark.parametrize(
     "run, num_ranks, fixed, limit",
     [
-        (WIDE, 3, dict(pipeline_model_parallel_size=3), 4),  # which the even cut does not fit
-        (WIDE, 2, dict(pipeline_model_parallel_size=2, micro_batch_size=2), 6),
-        (LONG, 2, dict(tensor_model_parallel_size=1, micro_batch_size=1), 4),
-        (SPREAD, 4, dict(micro_batch_size=1, pipeline_model_parallel_size=1), 1),
-        (SMALL.base, 4, dict(micro_batch_size=4), 3),
+        (DEEP, 5, {PIPELINE: 5, MICRO_BATCH: 2}, 12),  # 3, 2, 2, 2 and 1 layers
+        (WIDE, 3, {PIPELINE: 3}, 4),  # which the even cut does not fit
+        (WIDE, 2, {PIPELINE: 2, MICRO_BATCH: 2}, 6),
+        (LONG, 2, {TENSOR: 1, MICRO_BATCH: 1}, 4),
+        (SPREAD, 4, {MICRO_BATCH: 1, PIPELINE: 1}, 1),
+        (SMALL.base, 4, {MICRO_BATCH: 4}, 3),
         (NARROW, 4, {}, 60),
     ],
-    ids=["3 stages", "2 stages", "long", "experts", "4 ranks", "no SP"],
 )
 def test_nothing_that_is_searched_is_faster_than_the_first_plan(run, num_ranks, fixed, limit):
     """Every cut of every layout, with every loss chunk and both wrappings, is fitted in full,
     without bounds or an order."""
     problem = Problem(run, H100, fixed, num_ranks=num_ranks)
     search, times = Search(problem), []
-    stages = [
-        one
+    left = [
+        cut
         for layout in layouts(problem)
         for variant in variants(problem, layout)
-        for one in (variant, *virtuals(problem, variant))
+        for cut in with_every_cut(problem, variant)
     ]
-    left = [cut for one in stages for cut in (one, *recuts(problem, one))]
     for config in left:
         left += savers(problem, config)
         chosen = search.fit(config, limit * GIB)
@@ -64,37 +83,31 @@ def test_nothing_that_is_searched_is_faster_than_the_first_plan(run, num_ranks, 
             times.append(search.time(chosen.config).seconds)
     assert len({*left}) == len(left) >= len(times) >= 4
     ways = {(one.parallel.cp_comm_type, one.parallel.spreads_experts) for one in left}
-    assert len(ways) == 3 if run in (LONG, NARROW) else len(ways) == 1 + (run is SPREAD)
+    assert len(ways) == 1 + (run is SPREAD) + 2 * (run in (LONG, NARROW))
     best = search.find(limit * GIB).plans[0]
     assert best.peak.num_bytes <= limit * GIB
     # A simpler layout wins if it is less than a handicap slower.
     assert best.time.seconds <= min(times) * 1.005
 
 
+def values_of(name, run, num_ranks, **fixed):
+    problem = Problem(run, H100, fixed, num_ranks=num_ranks)
+    return {getattr(one.parallel, name) for one in layouts(problem)}
+
+
 def test_every_spread_of_experts_suits_the_instances_of_states():
-    fixed = dict(use_distributed_optimizer=True, pipeline_model_parallel_size=1)
-    fixed["num_distributed_optimizer_instances"] = 2
-    problem = Problem(SPREAD, H100, fixed, num_ranks=4)
-    sizes = [
-        one.parallel.expert_model_parallel_size
-        for layout in layouts(problem)
-        for one in variants(problem, layout)
-    ]
-    assert {*sizes} == {1, 2}
+    fixed = {"use_distributed_optimizer": True, PIPELINE: 1, INSTANCES: 2}
+    assert values_of(EXPERTS[0], SPREAD, 4, **fixed) == {1, 2}
 
 
 def test_states_are_shared_out_in_each_of_several_nodes_where_that_is_faster():
-    fixed = dict(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, micro_batch_size=1)
+    fixed = {TENSOR: 1, PIPELINE: 1, MICRO_BATCH: 1, "use_torch_fsdp2": True}
     slow = replace(H100, between=replace(H100.between, bandwidth=5e9))
-    fixed["use_torch_fsdp2"] = True
     for nodes in (1, 2, 4):
         problem = Problem(SMALL.base, slow, fixed, num_ranks=8 * nodes)
         found = [*layouts(problem)]
-        assert {one.data_parallel.torch_fsdp2_reshard_after_forward for one in found} == {
-            True,
-            False,
-        }
         assert {one.parallel.num_distributed_optimizer_instances for one in found} == {1, nodes}
+        assert len({one.data_parallel.torch_fsdp2_reshard_after_forward for one in found}) == 2
         best = Search(problem).find(80 * GIB).plans[0].config
         assert best.parallel.num_distributed_optimizer_instances == nodes
 
@@ -104,44 +117,44 @@ def test_a_pipeline_may_have_any_number_of_stages(layers):
     """In 16 layers over 7 ranks the two ends have more layers than the ranks between."""
     problem = Problem(small_run(layers=layers), H100)
     for size in range(2, layers + 1):
-        cuts = list(layouts(problem._replace(fixed={PIPELINE: size}, num_ranks=size)))
-        assert cuts
-        for config in cuts:
-            held = [one.num_layers for one in stages(config.parallel, layers)]
-            assert len(held) == size and sum(held) == layers and min(held) > 0
+        one = problem._replace(fixed={PIPELINE: size}, num_ranks=size)
+        assert len(next(layouts(one)).stage_lengths()) == size
 
 
 @pytest.mark.parametrize(
-    "layers, cut, ids", [(7, [3, 2, 2], 50257), (16, [3, 9, 4], 50257), (9, [4, 4, 1], 255999)]
+    "run, fixed, names",
+    [
+        (DEEP, {PIPELINE: 5}, ENDS),
+        (DEEP, {PIPELINE: 3}, VIRTUAL[:1]),  # 4, 4 and 2 layers
+        (with_settings(SPREAD, moe_ffn_hidden_size=32768), {PIPELINE: 1, TENSOR: 2}, EXPERTS),
+    ],
 )
-def test_the_ends_of_a_pipeline_may_have_more_or_far_fewer_layers(layers, cut, ids):
-    fixed = {PIPELINE: 3, MICRO_BATCH: 1}
-    run = small_run(layers=layers, vocab_size=ids, batch=4)
-    problem = Problem(run, H100, {**fixed, "use_torch_fsdp2": False}, num_ranks=3)
-    (first, *_) = layouts(problem)
-    cuts = [[one.num_layers for one in config.stages()] for config in recuts(problem, first)]
-    assert cuts.count(cut) == 1
+def test_a_flag_leaves_the_others_of_its_dimension_open(run, fixed, names):
+    def best(**more):
+        ranks = 4 if TENSOR in fixed else fixed[PIPELINE]
+        problem = Problem(run, H100, {MICRO_BATCH: 2, **fixed, **more}, num_ranks=ranks)
+        return Search(problem).find(12 * GIB).plans[0].config
+
+    config = best()
+    for name in names:
+        assert (value := getattr(config.parallel, name)) is not None
+        assert best(**{name: value}) == config
 
 
 def test_short_sequences_are_split_where_the_batch_does_not_divide():
-    sizes = [
-        {one.parallel.context_parallel_size for one in layouts(Problem(run, H100, num_ranks=24))}
-        for run in (small_run(batch=40), small_run(batch=48))
-    ]
-    assert sizes == [{1, 2, 4}, {1}]
+    assert values_of("context_parallel_size", small_run(batch=40), 24) == {1, 2, 4}
+    assert values_of("context_parallel_size", small_run(batch=48), 24) == {1}
 
 
 def test_tensor_parallel_ranks_share_a_node():
-    problem = Problem(small_run(hidden_size=768, num_attention_heads=12), H100, num_ranks=12)
-    sizes = {one.parallel.tensor_model_parallel_size for one in layouts(problem)}
-    assert sizes == {1, 2, 4}  # of 4 ranks on each of 3 nodes
+    run = small_run(hidden_size=768, num_attention_heads=12)
+    assert values_of(TENSOR, run, 12) == {1, 2, 4}  # of 4 ranks on each of 3 nodes
 
 
 def test_ranks_that_do_not_divide_the_sequence_share_heads_alone():
-    problem = Problem(
-        small_run(seq_length=777), H100, dict(tensor_model_parallel_size=2), num_ranks=2
-    )
-    assert {one.parallel.sequence_parallel for one in layouts(problem)} == {False}
+    assert values_of(
+        "sequence_parallel", small_run(seq_length=777), 2, tensor_model_parallel_size=2
+    ) == {False}
 
 
 def test_fsdp2_is_tried_in_pipelines_where_nothing_else_fits():
@@ -160,15 +173,13 @@ def test_fsdp2_is_tried_in_pipelines_where_nothing_else_fits():
 def test_host_memory_serves_ranks_with_several_instances_of_the_states():
     fixed = {PIPELINE: 1, MICRO_BATCH: 1, INSTANCES: 2, "use_distributed_optimizer": True}
     search = Search(Problem(small_run(), H100, fixed, host_bytes=GIB, num_ranks=16))
-    found = search.find(search.find(0).smallest.peak.num_bytes)
-    assert "@host" in found.plans[0].config.recompute.recompute_policy
+    best = search.find(search.find(0).smallest.peak.num_bytes).plans[0]
+    assert "@host" in best.config.recompute.recompute_policy
 
 
 def test_the_verdict_is_tight_where_only_the_reserve_helps():
-    fixed = {"tensor_model_parallel_size": 1}
-    problem = with_fields(SMALL, fixed=fixed, states_on_host=0)
-    smallest = verdict(problem, 1, Budget(GIB, 0)).plan
-    peak = smallest.peak.num_bytes
+    problem = with_fields(SMALL, fixed={TENSOR: 1}, states_on_host=0)
+    peak = verdict(problem, 1, Budget(GIB, 0)).plan.peak.num_bytes
     words = [
         verdict(problem, 1, Budget(peak + free, reserve)).word
         for free, reserve in ((GIB, 0), (GIB // 2, GIB), (-peak // 20, 0))
@@ -183,8 +194,9 @@ def test_the_largest_micro_batch_fits_and_twice_as_much_does_not():
     largest = largest_micro_batch(search, best, limit)
     size = largest.config.training.micro_batch_size
     assert largest.peak.num_bytes <= limit and size >= best.config.training.micro_batch_size
-    twice = with_settings(largest.config, micro_batch_size=2 * size)
-    assert not search.fit(twice, limit).peak.fits(limit)
+    assert not search.fit(
+        with_settings(largest.config, micro_batch_size=2 * size), limit
+    ).peak.fits(limit)
 
 
 def test_the_smallest_machine_is_the_first_power_of_two_that_fits():
@@ -205,7 +217,8 @@ def test_a_plan_that_fits_changes_results_as_little_as_it_can():
         options = plans and plans[0].config.optimizer
         return options and (
             options.optimizer_cpu_offload and options.optimizer_offload_fraction,
-            *(options.main_grads_dtype, options.exp_avg_sq_dtype),
+            options.main_grads_dtype,
+            options.exp_avg_sq_dtype,
         )
 
     assert formats(5.6) == (False, "fp32", "fp32")
@@ -220,7 +233,7 @@ def test_a_plan_that_fits_changes_results_as_little_as_it_can():
 
 @pytest.mark.parametrize(
     "samples, micro_batch_size, num_ranks",
-    [(512, 1, (8,)), (5398, 1, (8,)), (512, 1, (7,)), (512, 3, (6, 12)), (512, 1, (3, 5, 7, 12))],
+    [(512, 1, (8,)), (5398, 1, (8,)), (512, 3, (6, 12)), (512, 1, (3, 5, 7, 12))],
 )
 def test_a_batch_that_nobody_gave_decides_no_layout(samples, micro_batch_size, num_ranks):
     batch = usual_batch(samples, micro_batch_size, num_ranks)
@@ -229,7 +242,5 @@ def test_a_batch_that_nobody_gave_decides_no_layout(samples, micro_batch_size, n
 
 
 def test_a_micro_batch_may_be_any_share_of_a_batch_that_is_given():
-    fixed = dict(pipeline_model_parallel_size=1)
-    problem = Problem(small_run(layers=2, batch=15), H100, fixed, num_ranks=5)
-    best = Search(problem).find(80 * GIB).plans[0]
-    assert best.config.training.micro_batch_size == 3
+    problem = Problem(small_run(layers=2, batch=15), H100, {PIPELINE: 1}, num_ranks=5)
+    assert Search(problem).find(80 * GIB).plans[0].config.training.micro_batch_size == 3

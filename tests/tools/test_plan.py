@@ -175,6 +175,7 @@ def test_models_come_from_presets_files_runs_and_flags(tmp_path):
         (["--model", "gpt9", "--gpu", "h100"], "'gpt9' is not known: give one of gpt2"),
         ([*SMALL, "--gpus", "0"], "--gpus '0': give up to"),
         ([*SMALL, "--gpus", "8", "--tensor-model-parallel-size", "5"], "8 GPUs: .*5"),
+        ([*SMALL, "--gpus=8", "--context-parallel-size=5", "--html=no/p.html"], "no/p.html cannot"),
         ([*SMALL, "--gpus", "8", "--reserve", "90GiB"], "leaves nothing"),
         ([*SMALL, "--gpus", "8", "--memory-budget", "40"], "40 bytes .* a unit such as 40GiB"),
         ([*SMALL, "--hf-config", "nowhere.json"], "excludes --hf-config: each describes"),
