@@ -28,6 +28,7 @@ from .step import COMPILED, unchanged
 
 TRIES = 5  # of plans that may turn out to be above the budget, or far below what was predicted
 TOLERANCE = 0.01  # by which a prediction may be too high
+FAR = 0.1  # by how much so high a prediction is doubtful
 MOST_SAMPLES = 1 << 20  # of a micro-batch
 
 
@@ -209,6 +210,11 @@ def _fitted(measured: Measurement, budget: int | None) -> Fit:
         )
     if plan is not best:
         policies, peak = measured.confirmed(best)
+    if budget and best.peak > max(budget, (1 + FAR) * peak):
+        measured.notes.append(
+            f"note: {size(best.peak)} were predicted, far more than it took. If its inputs were "
+            "smaller than those before, larger ones take more than the budget"
+        )
     around = neighbours(problem, best)
     return Fit(measured.model, policies, budget, peak, best, plain, *around, measured.notes)
 

@@ -1,8 +1,8 @@
 """The repeated layers of a model, and which of them are alike.
 
-Layers are of one kind if they have the same classes, parameters, frozen parameters and settings.
-Numbers are not compared, because a layer may hold its own number. What is measured on one layer of
-a kind holds for all of them.
+Layers are alike if they have the same classes, parameters, frozen parameters and settings. Numbers
+are not compared, because a layer may hold its own number. Those that are also called alike and save
+as much (`Sharing.kinds`) are of one kind: what is measured on one of them holds for all.
 """
 
 import re
@@ -56,7 +56,7 @@ def stage_of(name: str) -> str:
 
 
 def kind_of(layer: nn.Module) -> Hashable:
-    """Returns a value that is equal for layers of one kind."""
+    """Returns a value that is equal for layers that are alike."""
     weights = tuple(
         (name, tuple(weight.shape), weight.dtype, weight.requires_grad)
         for name, weight in layer.named_parameters()

@@ -10,9 +10,10 @@ since first calls copy what they might write to.
 """
 
 import gc
+import random
 import weakref
 from collections import ChainMap, Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from itertools import chain
@@ -20,6 +21,7 @@ from operator import le, sub
 from statistics import median_low
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
@@ -45,15 +47,14 @@ from .plans import (
     policy_text,
 )
 from .ranks import OtherShapes, Ranks
-from .step import Span, Step
+from .step import ONE_BATCH, VARIES, Span, Step, repeatable
 
 FULL = "full"
 CANDIDATES = ("none", "ops(matmul,attention)", "ops(matmul/2,attention)", "ops(attention)")
 ON_RANKS = ("full@split",)  # they need tensor-parallel layers
 ON_HOST = ("none@host", "full@host")  # they need a GPU, which has pinned memory beside it
-VARIES = "the step has inputs of other shapes each time"
-ONE_BATCH = "give a step of one batch, the largest"
 MOST_TRIES = 10  # to measure a step whose inputs vary
+DRAWS = 8  # of chance, where layers of a list have not run
 TIMED = 2  # runs on a CPU, of which the fastest counts
 FIGURES = "kept", "held", "forward", "backward", "nanoseconds", "left", "late"  # of an option
 IMPOSSIBLE = 1 << 60  # the bytes of an action that a layer cannot have
@@ -79,6 +80,7 @@ class Measurement:
         ranks: Ranks | None = None,
         buckets: int = 0,
         around: Callable[..., list[Span]] | None = None,
+        kinds: Mapping[nn.Module, Hashable] | None = None,
     ) -> None:
         """lists: the layers, by the names of their lists in the model.
         optimizer: see fit/update.py.
@@ -87,9 +89,13 @@ class Measurement:
         buckets: the bytes that data parallelism holds beside weights and gradients.
         around: runs a step on fake tensors, which neither need a first run nor prove replays. It
             gets the step, what makes a gauge, and the actions of layers; others keep everything.
+        kinds: those of layers; None: as the first run shows.
         Raises ValueError if the step runs no backward through the layers.
         """
         self.model, self._lists, self._around = model, lists, around
+        self._kinds = kinds
+        self._like: dict[nn.Module, nn.Module | None]  # of layers that chance has dropped
+        self._dropped: Counter[int]  # like each layer
         self._ranks, device = ranks or Ranks(), next(model.parameters()).device
         self._on_gpu = device.type == "cuda"
         self._gauge = gauge or (partial(cuda_gauge, device) if self._on_gpu else cpu_gauge)
@@ -130,7 +136,8 @@ class Measurement:
         raise ValueError(f"the inputs of the step get larger and larger: {ONE_BATCH}")
 
     def _measure(self) -> None:
-        lists = self._lists
+        lists, self._like, self._dropped = self._lists, {}, Counter[int]()
+        self._step.forget_layers()
         try:
             spans = self._measured(self._full)
         except RecomputeMismatch as error:
@@ -147,6 +154,8 @@ class Measurement:
             ) from error
         self._notes, self._layers = self._step.sharing, [*self._step.numbers]
         self._ranks.agreed(partial(_check_backward, spans, lists))
+        self._find_dropped(self._calls(spans))
+        spans = self._completed(spans)
         for name, layers in lists.items():
             if not {*layers} & {*self._layers}:
                 self.notes.append(
@@ -171,7 +180,7 @@ class Measurement:
 
     def peak(self) -> int:
         """Returns the peak of a step with the policy that is on the model, on the fullest rank."""
-        spans = self._read()
+        spans = self._completed(self._read())
         peak = max(span.peak for span in spans) + self._missing
         return max(self._ranks.told(max(peak, spans[-1].end + self._update)))
 
@@ -186,6 +195,7 @@ class Measurement:
 
     def _apply_(self, actions: Mapping[nn.Module, str], *, verify: bool = False) -> dict[str, str]:
         self._actions, rest, policies = actions, dict(actions), {}
+        rest |= {layer: rest.get(like or layer, FULL) for layer, like in self._like.items()}
         for name, layers in self._lists.items():
             # A layer may stand in a list twice.
             policies[name] = policy_text([rest.pop(layer, "none") for layer in layers])
@@ -217,23 +227,91 @@ class Measurement:
                 times = [min(one.nanoseconds for one in same) for same in zip(*runs, strict=False)]
                 pairs = zip(spans, times, strict=False)
                 spans = [span._replace(nanoseconds=time) for span, time in pairs]
-            return spans
+            return self._completed(spans)
         finally:
             remove_policy_(self.model)
 
+    def _calls(self, spans: list[Span]) -> Counter[nn.Module]:
+        layers = [*self._step.numbers]
+        return Counter(layers[span.layer] for span in spans if span.name == FORWARD)
+
+    def _find_dropped(self, calls: Counter[nn.Module]) -> None:
+        """Finds the layers that chance has dropped in the step.
+
+        From then on each changes the bytes as much as one that is alike and has run.
+        """
+        lists = {name: x for name, x in self._lists.items() if len({*map(calls.get, x)}) > 1}
+        if self._around or not any(self._ranks.told(bool(lists))):
+            return
+        drawn, seen = list[Counter[nn.Module]](), {*calls}
+        try:
+            self._apply_(self._full)
+            with repeatable(self._parameters):
+                for seed in range(DRAWS):
+                    random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+                    spans = self._step.run(clock(), takes_notes=False)
+                    drawn.append(self._calls(spans))
+                    seen |= drawn[-1].keys()
+                    if all(self._ranks.told(seen.issuperset(chain.from_iterable(lists.values())))):
+                        break
+        finally:
+            remove_policy_(self.model)
+        numbers = self._step.numbers
+        self._step.forget_layers(len(self._layers))
+        for name, layers in lists.items():
+            if all(one[layer] == calls[layer] for layer in layers for one in drawn):
+                continue
+            ran = [(place, one) for place, one in enumerate(layers) if calls[one]]
+            for place, layer in enumerate(layers):
+                alike = [
+                    (self._notes.needs[numbers[one]][::-1], at < place, -abs(at - place), one)
+                    for at, one in ran
+                    if kind_of(one) == kind_of(layer)
+                ]
+                if not calls[layer] and layer in seen:
+                    self._like[layer] = max(alike)[-1] if alike else None
+            note = f"note: chance drops layers of {name}; the figures are of a step that drops none"
+            if None in self._like.values() or len({calls[one] for _, one in ran}) > 1:
+                note += ", as far as like ones have run, so a later step may take more"
+            self.notes.append(note)
+        self._dropped = Counter(numbers[like] for like in self._like.values() if like)
+
+    def _completed(self, spans: list[Span]) -> list[Span]:
+        """Returns the parts of the step as if chance had dropped no layer."""
+        more, found = 0, list[Span]()
+        for span in spans:
+            times = self._dropped[span.layer]
+            change = times * (span.end - span.start)
+            found.append(
+                span._replace(
+                    start=span.start + more,
+                    end=span.end + more + change,
+                    peak=span.peak + more + max(0, change),
+                    nanoseconds=(1 + times) * span.nanoseconds,
+                )
+            )
+            more += change
+        return found
+
     def _problem(self, spans: list[Span], candidates: list[str]) -> Problem:
         by_kind: dict[Any, list[int]] = {}
+        known = self._kinds or self._notes.kinds()
         self._used = {span.layer for span in spans if span.name == BACKWARD}
         calls = Counter(span.layer for span in spans if span.name == FORWARD)
         stages = {layer: stage_of(name) for name, layers in self._lists.items() for layer in layers}
-        for number, layer in enumerate(self._layers):
-            # Without a backward, what is kept is soon freed.
-            others = self._notes.forms[number], stages[layer], number in self._used, calls[number]
-            by_kind.setdefault((kind_of(layer), *others), []).append(number)
-        kinds = [*by_kind.values()]
+        # Without a backward, what is kept is soon freed.
+        keys = [
+            (known[layer], stages[layer], n in self._used, calls[n], self._dropped[n])
+            for n, layer in enumerate(self._layers)
+        ]
         order = [*map([*self._full].index, self._layers)]
-        told = self._ranks.told(((order, kinds), self._notes.shared()))
-        self._shared = _of_all_ranks(*zip(*told, strict=True))
+        told = self._ranks.told((order, self._notes.shared(), [*map(keys.index, keys)]))
+        orders, shared, alike = zip(*told, strict=True)
+        self._shared = _of_all_ranks(orders, shared)
+        # What a router sends to its experts may differ from rank to rank.
+        for number, key in enumerate(zip(*alike, strict=True)):
+            by_kind.setdefault(key, []).append(number)
+        kinds = [*by_kind.values()]
         self._alike = {number: same for same in kinds for number in same}
         waiting = [(numbers, list(candidates)) for numbers in kinds]
         found, shown = dict[tuple[int, str], Option](), dict[tuple[int, str], int]()
@@ -466,14 +544,13 @@ def _kept_by_call(spans: list[Span], layer: int) -> Counter[int]:
 
 
 def _of_all_ranks(
-    kinds: Sequence[list[list[int]]], shared: Sequence[dict[int, Shared]]
+    orders: Sequence[list[int]], shared: Sequence[dict[int, Shared]]
 ) -> dict[int, Shared]:
     """Returns the shared tensors with the fewest bytes of any rank, or none if they differ.
 
-    kinds, shared: of each rank. Raises ValueError unless all ranks call the same kinds of layers in
-    the same order.
+    orders, shared: of each rank. Raises ValueError unless all call the same layers in one order.
     """
-    if any(one != kinds[0] for one in kinds):
+    if any(one != orders[0] for one in orders):
         raise ValueError(
             "the ranks call other layers, or in another order, so no policy serves all of "
             "them: fit the model before it is split into stages"

@@ -5,7 +5,7 @@ and the results of each layer, and which of them the layer keeps for backward.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.parallel.torch_internals import address_of, hooks_in_force
+from megatron_lite.recompute.apply import saved_forms
 from megatron_lite.recompute.contents import tensors_of
 from megatron_lite.recompute.saved import Handle, exchanging, saved_value
 
+from .layers import kind_of
 from .plans import Shared
 
 
@@ -29,7 +31,8 @@ class Sharing:
     tensors: the storages of a layer's arguments, and behind them those of its results.
     kept: the places in `tensors` of those that the layer keeps.
     forms: the shapes of the arguments, and whether they need gradients.
-    saved: the numbers of all that is saved for backward, with shapes and types.
+    needs: the number and the bytes of the tensors that it saves for backward, or would save if it
+        were not rebuilt.
     """
 
     def __init__(self, numbers: Mapping[nn.Module, int]) -> None:
@@ -42,7 +45,7 @@ class Sharing:
         self.tensors: dict[int, list[int]] = {}
         self.kept: dict[int, frozenset[int]] = {}
         self.forms: dict[int, tuple[Any, ...]] = {}
-        self.saved: dict[int, list[tuple[int, Any]]] = {}
+        self.needs: dict[int, tuple[int, int]] = {}
 
     @contextmanager
     def noting(self, layers: Iterable[nn.Module]) -> Iterator[None]:
@@ -54,6 +57,14 @@ class Sharing:
                 stack.enter_context(layer.register_forward_pre_hook(begin, with_kwargs=True))
                 stack.enter_context(layer.register_forward_hook(self._end))
             yield
+
+    def kinds(self) -> dict[nn.Module, Hashable]:
+        """Returns for each layer of the run a value that is equal for layers of one kind."""
+        return {
+            layer: (kind_of(layer), self.needs[number], self.forms[number])
+            for layer, number in self._layers.items()
+            if number in self.needs
+        }
 
     def shared(self) -> dict[int, Shared]:
         """Returns the tensors that the run has made, and layers got and kept, by their numbers."""
@@ -106,12 +117,14 @@ class Sharing:
             (call, noted), layer = self._calls.pop(module), self._layers[module]
             call.close()
             # A layer that is rebuilt, but saves nothing, lets its arguments go.
-            self.saved[layer] = [(number, form) for kept, number, form in noted if kept()]
+            found = [(number, form) for kept, number, form in noted if kept()]
+            forms = saved_forms(module) or [form for _, form in found]
+            num_bytes = sum(shape.numel() * dtype.itemsize for shape, dtype, *_ in forms)
+            self.needs[layer] = len(forms), num_bytes
             held = tensors_of(results) or tensors_of(getattr(results, "__dict__", ()))
             self.tensors[layer] += map(self._number_of, held)
-            saved = {number for number, _ in self.saved[layer]}
-            found = enumerate(self.tensors[layer])
-            self.kept[layer] = frozenset(place for place, number in found if number in saved)
+            saved, places = {number for number, _ in found}, enumerate(self.tensors[layer])
+            self.kept[layer] = frozenset(place for place, number in places if number in saved)
 
     def _note_outside(self, tensor: Tensor) -> None:
         if not self._calls:

@@ -21,7 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from megatron_lite.parallel.torch_internals import has_values, tree_map_only, unreduced_gradients
+from megatron_lite.parallel.torch_internals import (
+    has_values,
+    is_out_of_memory,
+    tree_map_only,
+    unreduced_gradients,
+)
 from megatron_lite.parallel.weights import local_part
 from megatron_lite.recompute.contents import Contents, Part, mapped, sharded, tensors_of
 from megatron_lite.recompute.randomness import drawn_again, global_states
@@ -37,6 +42,8 @@ UNREDUCED = (
     "FSDP2 holds gradients that it has not reduced over the ranks: begin before the first "
     "micro-batch, and let the step end with one that syncs (set_requires_gradient_sync)"
 )
+VARIES = "the step has inputs of other shapes each time"
+ONE_BATCH = "give a step of one batch, the largest"
 PATIENCE = 5.0  # seconds between two lines that tell which run it is
 COMPILED = (
     "torch.compile is around {}: compiled code has other memory, and layers with a policy run "
@@ -100,7 +107,10 @@ class Step:
         self._step_of_ranks = partial((ranks or Ranks()).agreed, self._checked_step)
         self._parameters = parameters or [*model.parameters()]
         self.numbers = defaultdict[nn.Module, int](count().__next__)
-        self._shapes: list[list[Any]] = []  # of the inputs, in each run
+        self._runs = 0
+        # of the inputs: those of the model's calls, and those of layers; of the first run so far
+        self._shapes: tuple[list[Any], defaultdict[nn.Module, set[Any]]]
+        self._first: Any = None
         self.varies = False
         self._told = time.monotonic()
         self._largest: tuple[int, Any] = (0, None)
@@ -117,12 +127,16 @@ class Step:
         takes_notes: whether it is noted who shares tensors. It takes time, which a gauge may read.
         Raises OtherShapes if what was measured before does not hold for the largest inputs.
         """
-        self._shapes.append([])
+        self._runs += 1
+        self._shapes = [], defaultdict(set)
         self._tell("")
         with repeatable(self._parameters), warnings.catch_warnings(), ExitStack() as stack:
             warnings.filterwarnings("ignore", message="Layers under a recompute policy keep no k")
             see = self._model.register_forward_pre_hook(self._see_inputs, with_kwargs=True)
             stack.enter_context(see)
+            for layer in self._layers:
+                see = layer.register_forward_pre_hook(self._see_inputs_of_layer, with_kwargs=True)
+                stack.enter_context(see)
             if takes_notes:
                 self.sharing = Sharing(self.numbers)
                 stack.enter_context(self.sharing.noting(self._layers))
@@ -139,31 +153,54 @@ class Step:
             self._mark(Event())
         return _spans(self._events, self._gauge.readings)
 
+    def forget_layers(self, number: int = 0) -> None:
+        """Forgets the layers from a number on, as if they had not run."""
+        for layer in [*self.numbers][number:]:
+            del self.numbers[layer]
+        self.numbers.default_factory = count(number).__next__
+
     def _checked_step(self) -> None:
         before = self._largest[0]
-        self._step()
+        try:
+            self._step()
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError) or not is_out_of_memory(error):
+                raise
+            raise torch.OutOfMemoryError(f"{type(error).__name__}: {error}") from error
         if self._is_compiled:
             raise ValueError(COMPILED.format("the model"))
-        if (self._largest[0] > before) if self.varies else self._shapes[-1] != self._shapes[0]:
-            self.varies = True
+        self._first = first = self._first or self._shapes
+        if (self._largest[0] > before) if self.varies else self._shapes[0] != first[0]:
+            self.varies, self._first = True, None
             raise OtherShapes
+        # Chance may drop a layer, and a replay may call one again.
+        if any(seen != first[1].get(layer, seen) for layer, seen in self._shapes[1].items()):
+            raise ValueError(
+                f"{VARIES}, and not by calls of the model itself, which could be repeated with the "
+                f"largest: {ONE_BATCH}"
+            )
 
     def _tell(self, where: str) -> None:
         if time.monotonic() - self._told > PATIENCE and os.environ.get("RANK", "0") == "0":
             self._told = time.monotonic()
-            text = f"fit_memory_: run {len(self._shapes)} of the step{where}"
+            text = f"fit_memory_: run {self._runs} of the step{where}"
             with suppress(OSError):  # standard error may be full
                 print(text, file=sys.stderr, flush=True)
 
     def _see_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._is_compiled |= torch.compiler.is_compiling()  # a compiler takes the hook along
         tensors = tensors_of((args, kwargs))
-        self._shapes[-1].append([tuple(each.shape) for each in tensors])
+        self._shapes[0].append([tuple(each.shape) for each in tensors])
         if (size := sum(each.numel() for each in tensors)) > self._largest[0]:
             self._largest = size, (args, kwargs)
         # Clones stand for what the step may have made itself. A GPU's allocator counts the largest.
         clone = partial(tree_map_only, Tensor, lambda one: one.clone() if one.is_cpu else one)
         return clone(self._largest[1]) if self.varies else None
+
+    def _see_inputs_of_layer(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        # A compiler takes the hook along.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._shapes[1][layer].add(tuple(x.shape for x in tensors_of((args, kwargs))))
 
     def _mark(self, event: Event, *_: Any) -> None:
         # The gradients of several results begin one backward.

@@ -19,13 +19,17 @@ def update_bytes(
     """Returns the bytes of an optimizer's states that do not exist yet, and the peak of an update
     above weights, gradients and existing states.
 
-    A copy of the optimizer runs one update of tensors that have no memory.
+    A copy of the optimizer runs one update of tensors that have no memory. If it reads values, it
+    updates zeros on the CPU instead, one tensor of each form.
 
-    optimizer: an optimizer, or what makes one of parameters, such as its class.
+    optimizer: an optimizer, or what makes one of parameters, such as its class. One that is made of
+        the model's own parameters counts as if it had been given.
     notes: gets a line if the update cannot run so, but all states exist.
     Raises ValueError if it cannot, and there are no states yet.
     """
     is_made = isinstance(optimizer, Optimizer)
+    if not (is_made or callable(optimizer)):
+        raise ValueError(f"optimizer {optimizer!r}: give an optimizer or its class")
     if is_made and "param_groups" not in vars(optimizer):
         raise ValueError(f"{type(optimizer).__name__} is a wrapper: give the optimizer inside")
     trained = [each for each in model.parameters() if each.requires_grad]
@@ -33,44 +37,92 @@ def update_bytes(
     existing = bytes_of(tensors_of(list(optimizer.state.values()))) if is_made else 0
     try:
         with unobserved():  # fake tensors are ten times as slow
-            stand_ins = [
-                {**one, "params": [_without_memory(x) for x in one["params"] if x.requires_grad]}
-                for one in groups
-            ]
-            new = copy.copy(optimizer) if is_made else optimizer(stand_ins)
-            new.state = defaultdict(dict)
-            if is_made:
-                new.param_groups = stand_ins
-                # torch copies groups and states alone
-                held = vars(optimizer).items()
-                vars(new).update({name: one for name, one in held if isinstance(one, CONSTANT)})
-            for group in new.param_groups:
-                for each in group["params"]:
-                    each.grad = torch.empty_like(each)
-                # Without a choice torch updates all tensors of a GPU at once, which takes memory.
-                is_fused = group.get("fused")
-                if device.type == "cuda" and group.get("foreach", 0) is None:
-                    group["foreach"] = not is_fused
-                group["fused"] = False if is_fused else is_fused
-            with LiveStorages() as live:
-                type(new).step(new)
-                states = bytes_of(tensors_of(list(new.state.values())))
-                temporary = live.peak_bytes - live.total_bytes()
-    except Exception as error:  # whatever the code of others raises without values
+            new = _copy(optimizer, groups, "meta")
+            updated = {each for group in new.param_groups for each in group["params"]}
+            if is_ours := all(each.is_meta for each in updated):
+                try:
+                    states, temporary, _ = _update(new, device)
+                except Exception:  # whatever the code of others raises without values
+                    states, temporary = _of_each_form(optimizer, groups, device)
+    except Exception as error:
         if existing:
             told = f"{type(error).__name__}: {error}".splitlines()[0]
             notes.append(f"note: what the update takes for a time is in no figure ({told})")
             return 0, 0
+        name = getattr(optimizer, "__name__", type(optimizer).__name__)
+        fix = "let it run a step first" if is_made else "give the optimizer itself"
         raise ValueError(
-            f"the states of {optimizer} cannot be counted before they exist ({error}): give an "
-            "optimizer that has run a step"
+            f"the states of {name} cannot be counted before they exist ({error}): {fix}"
         ) from error
-    missing = max(0, states - existing)
-    return missing, missing + temporary
+    if is_ours:
+        missing = max(0, states - existing)
+        return missing, missing + temporary
+    if not updated <= {*model.parameters()}:
+        raise ValueError(
+            "optimizer= makes one of parameters that are not the model's: give the optimizer itself"
+        )
+    return update_bytes(model, new, device, notes)
 
 
-def _without_memory(parameter: Tensor) -> nn.Parameter:
+def _copy(optimizer: Any, groups: list[dict[str, Any]], device: str) -> Any:
+    """Returns an optimizer of stand-ins for parameters, which lie on a device."""
+    stand_ins = [
+        {**one, "params": [_stand_in(x, device) for x in one["params"] if x.requires_grad]}
+        for one in groups
+    ]
+    if not isinstance(optimizer, Optimizer):
+        return optimizer(stand_ins)
+    new = copy.copy(optimizer)
+    new.state, new.param_groups = defaultdict(dict), stand_ins
+    # torch copies groups and states alone
+    held = vars(optimizer).items()
+    vars(new).update({name: one for name, one in held if isinstance(one, CONSTANT)})
+    return new
+
+
+def _update(new: Any, device: torch.device) -> tuple[int, int, bool]:
+    """Runs one update of stand-ins, as on a device. Returns the bytes of the states, what the
+    update takes above them, and whether it takes that for all tensors at once."""
+    is_at_once = False
+    for group in new.param_groups:
+        for each in group["params"]:
+            each.grad = torch.zeros_like(each)
+        # Without a choice torch updates all tensors of a GPU at once, which takes memory.
+        is_fused = group.get("fused")
+        if device.type == "cuda" and group.get("foreach", 0) is None:
+            group["foreach"] = not is_fused
+        group["fused"] = False if is_fused else is_fused
+        is_at_once |= bool(group.get("foreach"))
+    with LiveStorages() as live:
+        type(new).step(new)
+        states = bytes_of(tensors_of(list(new.state.values())))
+        return states, live.peak_bytes - live.total_bytes(), is_at_once
+
+
+def _of_each_form(
+    optimizer: Any, groups: list[dict[str, Any]], device: torch.device
+) -> tuple[int, int]:
+    """Returns the bytes of the states, and of the update above them, from updates of zeros."""
+    found, states, most, every = dict[Any, tuple[int, int, bool]](), 0, 0, 0
+    for number, group in enumerate(groups):
+        for each in group["params"]:
+            if not each.requires_grad:
+                continue
+            own = local_part(each)
+            key = number, own.shape, own.stride(), own.dtype
+            if key not in found:
+                one = _copy(optimizer, [{**group, "params": [each]}], "cpu")
+                found[key] = _update(one, device)
+            more, temporary, is_at_once = found[key]
+            states, most, every = (
+                states + more,
+                max(most, temporary),
+                every + temporary * is_at_once,
+            )
+    return states, max(most, every)
+
+
+def _stand_in(parameter: Tensor, device: str) -> nn.Parameter:
     own = local_part(parameter)
-    return nn.Parameter(
-        torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device="meta")
-    )
+    empty = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=device)
+    return nn.Parameter(empty.zero_())

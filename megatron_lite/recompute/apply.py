@@ -122,6 +122,11 @@ def remove_policy_(model: nn.Module) -> int:
     return len(wrapped)
 
 
+def saved_forms(layer: nn.Module) -> list[Any]:
+    """Returns the forms of all that a layer with a policy has saved in its last call."""
+    return [form for policy in _policies(layer) for form in policy._guards[True].forms]
+
+
 def _policies(module: nn.Module) -> list[_Recomputed]:
     """Returns the policies of a module, outermost first.
 

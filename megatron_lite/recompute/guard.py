@@ -56,6 +56,7 @@ class Guard:
         None until a replay has run to the end.
     calls: the number of calls so far.
     has_router: whether a forward chose by a top-k call. None before the first one.
+    forms: of what the last call has saved, besides parameters.
     reads_again: whether a Function of the layer reads its saved tensors more than once.
     doubts: the numbers of saved tensors whose bytes differed in a replay, where all else agreed.
     harmless: the numbers of those whose difference backward does not read.
@@ -64,6 +65,7 @@ class Guard:
     def __init__(self, verify: Verify, *, stops_early: bool | None = None) -> None:
         self.verify, self.stops_early = verify, stops_early
         self.reads_again = False
+        self.forms: list[Any] = []
         self.has_router: bool | None = None
         self.doubts: set[int] = set()
         self.harmless: set[int] = set()

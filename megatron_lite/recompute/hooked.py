@@ -229,7 +229,7 @@ class _LayerCall:
         if choices:
             has_router = choices.save()
             self.how.guard.has_router = has_router or bool(self.how.guard.has_router)
-        self._is_complete = True
+        self._is_complete, self.how.guard.forms = True, self.forms
         return outputs
 
     def value(self, number: int) -> Tensor:

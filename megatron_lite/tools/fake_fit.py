@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from megatron_lite.config.checks import InputError, as_list, quoted
 from megatron_lite.fit.fitting import Fit, fitted
 from megatron_lite.fit.gauges import Reading
-from megatron_lite.fit.layers import kind_of, layer_lists
+from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.fit.step import Step
 from megatron_lite.memory.measure.live_storages import LiveStorages
@@ -206,13 +206,8 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
             except Exception:  # perhaps of a cache of keys
                 model.config.get_text_config().use_cache = model.config.use_cache = False
                 forward.run(gauge())
-            notes = forward.sharing
-            around = StandIns(
-                {
-                    layer: (kind_of(layer), *[form for _, form in notes.saved[n]], notes.forms[n])
-                    for layer, n in forward.numbers.items()
-                }
-            )
+            kinds = forward.sharing.kinds()
+            around = StandIns({**kinds})
             if given.fsdp:
                 shard_(model, layers, mesh)
                 # In its first step FSDP2 learns the order of its units.
@@ -227,6 +222,7 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
                 gauge,
                 buckets=0 if given.fsdp or given.gpus == 1 else trained,
                 around=around,
+                kinds=kinds,
             )
         except InputError:
             raise

@@ -27,18 +27,10 @@ from megatron_lite.memory.predict.states import rank_parameter_count
 from megatron_lite.memory.predict.step_peak import StepPeak, fullest_step_peak
 from megatron_lite.parallel.compiled import first_line
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.torch_internals import is_out_of_memory
 
 from .observe import own_states, own_step_peak
 
-# Texts in torch's RuntimeError. numpy raises MemoryError, and CUDA usually an OutOfMemoryError.
-WORDS = (
-    "can't allocate memory",
-    "not enough memory",
-    "bad_alloc",
-    "Storage size calculation overflowed",
-    "integer multiplication overflow",
-    "CUDA out of memory",
-)
 # Libraries allocate for themselves while a run lasts: threads' stacks, gloo's messages, modules
 # that are imported late. --memory-limit leaves them so much on top.
 LIBRARIES = 256 * 2**20
@@ -209,13 +201,6 @@ def peak_lines(config: RunConfig, parallel: ParallelState) -> list[str]:
             f"allocation may fail{more if device == 'cpu' else ''}"
         )
     return lines
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether the error means that an allocation failed."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in WORDS)
 
 
 @contextlib.contextmanager

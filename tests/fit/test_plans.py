@@ -161,7 +161,7 @@ def test_a_problem_of_many_layers_is_solved_within_its_budget(num_layers, waitin
         shared={},
     )
     found = fastest(problem, budget)
-    assert found is not None and 0.975 * budget < found.peak <= budget
+    assert 0.975 * budget < found.peak <= budget
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,10 @@ from megatron_lite.api import fit_memory_
 
 pytestmark = pytest.mark.usefixtures("two_actions")
 
+QUIET = dict(
+    per_device_train_batch_size=2, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True
+)
+
 
 def language_model():
     """In eval mode, as `from_pretrained` returns it."""
@@ -52,10 +56,10 @@ def check(train, share=0.8):
     """
     plain, _ = train(None)
     same, wide = train("1GiB")
-    assert wide is not None and set(wide.policies.values()) == {"*:none"}
+    assert set(wide.policies.values()) == {"*:none"}
     budget = int(share * wide.measured)
     others, fit = train(f"{budget}B")
-    assert fit is not None and set(fit.policies.values()) != {"*:none"} and fit.measured <= budget
+    assert set(fit.policies.values()) != {"*:none"} and fit.measured <= budget
     for one, other, each in zip(plain, same, others, strict=True):
         assert torch.equal(one, other) and torch.equal(one, each)
 
@@ -111,10 +115,12 @@ def test_the_trainer_of_transformers_is_measured_by_its_own_step(tmp_path, capsy
 
     def train(budget):
         settings = transformers.TrainingArguments(
-            str(tmp_path), per_device_train_batch_size=2, num_train_epochs=2, report_to=[],
-            gradient_accumulation_steps=2, save_strategy="no", use_cpu=True,
-            disable_tqdm=True, gradient_checkpointing=budget is not None,
-        )  # fmt: skip
+            str(tmp_path),
+            num_train_epochs=2,
+            gradient_accumulation_steps=2,
+            gradient_checkpointing=budget is not None,
+            **QUIET,
+        )
         kind = type("SummedTrainer", (Summed, transformers.Trainer), {})  # a late import too
         trainer = kind(language_model(), settings, list, train_dataset=rows())
         sampler = Drawing(rows())
@@ -145,10 +151,7 @@ def test_sft_with_an_adapter_trains_to_the_same_bits(tmp_path):
     datasets = pytest.importorskip("datasets")
 
     def train(budget):
-        settings = trl.SFTConfig(
-            str(tmp_path), per_device_train_batch_size=2, max_steps=2, report_to=[], use_cpu=True,
-            save_strategy="no", disable_tqdm=True, bf16=False, logging_steps=1,
-        )  # fmt: skip
+        settings = trl.SFTConfig(str(tmp_path), max_steps=2, bf16=False, logging_steps=1, **QUIET)
         data = datasets.Dataset.from_list([{"input_ids": one["labels"].tolist()} for one in rows()])
         lora = peft.LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1)
         words = {f"w{n}": n for n in range(58)} | {"<pad>": 58, "<eos>": 59}

@@ -62,13 +62,10 @@ DEEPSTACK = dict(
         patch_size=14, num_position_embeddings=16, out_hidden_size=64, deepstack_visual_indexes=[3],
     ),
 )  # fmt: skip
-# Its step takes several choices and one label.
 BART = dict(
     model_type="bart", architectures=["BartForConditionalGeneration"], vocab_size=200, d_model=32,
     encoder_layers=2, decoder_layers=2,
 )  # fmt: skip
-MULTIPLE_CHOICE = {**BERT, "architectures": ["BertForMultipleChoice"]}
-SEGFORMER = dict(model_type="segformer", architectures=["SegformerForImageClassification"])
 AT_ONCE = partial(torch.optim.AdamW, foreach=True)
 
 
@@ -329,11 +326,7 @@ def figures(fit):
 
 @pytest.mark.usefixtures("two_actions")
 def test_a_decoder_without_its_encoder_runs_without_a_cache():
-    config = dict(
-        model_type="blenderbot", architectures=["BlenderbotForCausalLM"], vocab_size=200,
-        decoder_layers=1, encoder_layers=1, d_model=32, decoder_attention_heads=4,
-        decoder_ffn_dim=48, encoder_attention_heads=4, encoder_ffn_dim=48,
-    )  # fmt: skip
+    config = dict(BART, model_type="blenderbot", architectures=["BlenderbotForCausalLM"])
     fit = fit_of(config, seq_length=16)
     assert [*fit.policies] == ["model.decoder.layers"]
 
@@ -343,7 +336,7 @@ def test_a_decoder_without_its_encoder_runs_without_a_cache():
 def test_files_of_mamba_have_an_infinity(infinity, tmp_path):
     config = dict(
         model_type="mamba2", architectures=["Mamba2ForCausalLM"], hidden_size=32, num_heads=4,
-        head_dim=16, state_size=8, n_groups=1, chunk_size=8, num_hidden_layers=1, vocab_size=99,
+        head_dim=16, state_size=8, n_groups=1, num_hidden_layers=1, vocab_size=99,
         time_step_limit=[0.0, infinity],
     )  # fmt: skip
     assert command(tmp_path, config) == 0
@@ -376,19 +369,32 @@ def test_the_command_prints_the_verdict_and_the_lines_to_paste(tmp_path, capsys)
         (["--gpus", "1", "--fsdp"], LLAMA, "--fsdp needs --gpus > 1"),
         (["--memory-budget", "20"], LLAMA, "--memory-budget '20': give a number of bytes"),
         ([], {}, "model_type is missing"),
-        ([], {**LLAMA, "hidden_size": -64}, "transformers cannot build this model"),
         ([], {**LLAMA, "num_hidden_layers": 0}, "no policy can save memory: give a model"),
-        ([], {**LLAMA, "hidden_size": "a"}, "transformers cannot build this model"),
-        ([], {**LLAMA, "num_attention_heads": 0}, "transformers cannot build this model"),
-        ([], {**LLAMA, "model_type": "unheard"}, "transformers cannot build this model"),
+        *(
+            ([], {**LLAMA, name: value}, "transformers cannot build this model")
+            for name, value in (
+                ("hidden_size", -64),
+                ("hidden_size", "a"),
+                ("num_attention_heads", 0),
+                ("model_type", "unheard"),
+            )
+        ),
         (
             [],
             {**BERT, "max_position_embeddings": 8},
             "because it has 8 positions and --seq-length ",
         ),
-        ([], MULTIPLE_CHOICE, "BertForMultipleChoice cannot run on fake tensors (RuntimeError: "),
+        (
+            [],
+            {**BERT, "architectures": ["BertForMultipleChoice"]},
+            "BertForMultipleChoice cannot run on fake tensors (RuntimeError: ",
+        ),
         ([], {**LLAMA, "architectures": ["logging"]}, "'logging' is no model of transformers"),
-        ([], SEGFORMER, "SegformerForImageClassification reads images of any size: give --image-s"),
+        (
+            [],
+            dict(model_type="segformer", architectures=["SegformerForImageClassification"]),
+            "SegformerForImageClassification reads images of any size: give --image-s",
+        ),
     ],
 )
 def test_a_fault_ends_with_status_2_and_its_reason(words, config, text, tmp_path, capsys):
