@@ -21,12 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from megatron_lite.parallel.torch_internals import (
-    has_values,
-    is_out_of_memory,
-    tree_map_only,
-    unreduced_gradients,
-)
+from megatron_lite.memory.measure.live_storages import is_out_of_memory
+from megatron_lite.parallel.torch_internals import has_values, tree_map_only, unreduced_gradients
 from megatron_lite.parallel.weights import local_part
 from megatron_lite.recompute.contents import Contents, Part, mapped, sharded, tensors_of
 from megatron_lite.recompute.randomness import drawn_again, global_states

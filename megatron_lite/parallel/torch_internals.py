@@ -29,15 +29,6 @@ from megatron_lite.config.checks import InputError
 OLDEST = "2.8"
 FIRST_UNTRIED = "2.15"
 MISSING: list[str] = []  # the names that this torch lacks
-# Texts in torch's RuntimeError. numpy raises MemoryError, and CUDA usually an OutOfMemoryError.
-WORDS = (
-    "can't allocate memory",
-    "not enough memory",
-    "bad_alloc",
-    "Storage size calculation overflowed",
-    "integer multiplication overflow",
-    "CUDA out of memory",
-)
 
 
 class Missing:
@@ -303,13 +294,6 @@ def has_values(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) or (
         value.device.type != "meta" and not is_fake(value)
     )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether the error means that an allocation failed."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in WORDS)
 
 
 def forget_workers(loader: Any) -> None:

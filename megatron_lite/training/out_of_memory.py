@@ -23,11 +23,11 @@ import torch
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import size
+from megatron_lite.memory.measure.live_storages import is_out_of_memory
 from megatron_lite.memory.predict.states import rank_parameter_count
 from megatron_lite.memory.predict.step_peak import StepPeak, fullest_step_peak
 from megatron_lite.parallel.compiled import first_line
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.parallel.torch_internals import is_out_of_memory
 
 from .observe import own_states, own_step_peak
 

@@ -160,7 +160,23 @@ def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
             yield leaf
 
 
+# Texts in torch's RuntimeError. numpy raises MemoryError, and CUDA usually an OutOfMemoryError.
+WORDS = (
+    "can't allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "Storage size calculation overflowed",
+    "integer multiplication overflow",
+    "CUDA out of memory",
+)
 MARK = "megatron_lite: mark of allocated bytes"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether the error means that an allocation failed."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in WORDS)
 
 
 class AllocatorPeak:
