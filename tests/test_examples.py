@@ -73,7 +73,7 @@ def training_flags(command):
     return command[script + 1 :]
 
 
-@pytest.mark.parametrize("path", SMALL, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", SMALL)
 def test_the_program_accepts_every_flag_of_an_example_as_the_flag_it_is(path):
     """And flags after it win, and it starts as many processes as its tensor-parallel size needs."""
     parsed = parse_args(training_flags(command_of(path)))

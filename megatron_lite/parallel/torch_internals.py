@@ -137,6 +137,7 @@ write_count_of = attribute("torch.Tensor._version")
 base_of = attribute("torch.Tensor._base")
 compiled_call_of = attribute("torch.nn.Module._compiled_call_impl")  # what module.compile() set
 is_view = private("torch.Tensor._is_view")
+is_zero = private("torch.Tensor._is_zerotensor")
 num_users_of_tensor = private("torch.Tensor._use_count")
 num_users_of_storage = private("torch._C._storage_Use_Count")
 fills_its_memory = private(
@@ -242,6 +243,7 @@ tree_path_text = private("torch.utils._pytree.keystr")
 
 # Operators: the schema of one, and those that take lists of tensors.
 schema_of = attribute("torch.ops.aten.relu.default._schema")
+HigherOrderOperator = private("torch._ops.HigherOrderOperator")
 foreach_copy_ = private("torch._foreach_copy_")
 foreach_mul_ = private("torch._foreach_mul_")
 foreach_norm = private("torch._foreach_norm")

@@ -166,6 +166,14 @@ class _Recomputed:
         self._references = 0
 
     @property
+    def __globals__(self) -> Any:
+        """What a compiler of source code asks for first."""
+        raise AttributeError(
+            f"{self._name} has a recompute policy, which TorchScript cannot compile: call "
+            "remove_policy_(model) first"
+        )
+
+    @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The forward of the layer without this policy."""
         return self._forward_of(self._layer)
@@ -249,13 +257,12 @@ class _Recomputed:
         valued = all(map(has_values, given))
         try:
             with self._elsewhere(layer, given, valued):
-                if not self._segment.is_whole:
+                known: Any = self._written.known  # a walk through the modules takes long
+                is_known = known and known.layer is layer
+                given += known.parameters if is_known else layer.parameters()
+                # Kernels for inference alone are not chosen under a mode. Nothing is saved here.
+                if not self._segment.is_whole or not any(each.requires_grad for each in given):
                     return forward(*args, **kwargs)
-                known = self._written.known  # a walk through the modules takes long
-                if known is None or known.layer is not layer:
-                    given += layer.parameters()
-                else:
-                    given += known.parameters
                 rng = self._shared.rng or DefaultGenerators({each.device for each in given})
                 return self._recomputed(layer, forward, args, kwargs, rng if valued else None)
         except RuntimeError as error:

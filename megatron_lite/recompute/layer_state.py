@@ -26,7 +26,7 @@ from megatron_lite.parallel.torch_internals import has_values
 
 from .call_arguments import Arguments
 from .contents import Contents, Part, Value, unobserved
-from .randomness import drawn_again, global_states
+from .randomness import drawn_again, global_states, globals_at
 from .replay import replay_inputs
 from .saved import check_unwritten
 
@@ -113,9 +113,6 @@ class LayerState:
         RuntimeError: a later forward changed something that no earlier one changed, so the old
         value was not copied.
         """
-        # The states are large, and few layers draw from the global generators.
-        if self._global is global_states():
-            self._global = []
         written = {part.name: part for part in self.contents.written({})}
         changed = [*self.contents.changed()]
         # A batch of zeros leaves BatchNorm's mean as it was. It counts its batches all the same.
@@ -176,7 +173,8 @@ class LayerState:
         with (
             _trainable_as(self._trainable),
             self.contents.restored(exchange),
-            drawn_again([*own, *self._global]),
+            drawn_again(own),
+            globals_at(self._global),
             ExitStack() as around,
         ):
             for module in self._layer.modules() if again and self._layer is not None else ():

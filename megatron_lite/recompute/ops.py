@@ -28,6 +28,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.policy import GROUPS, IN_GROUPS, Choice, parse_entry
 from megatron_lite.parallel.torch_internals import (
     KEY_OF_VERSIONS,
+    HigherOrderOperator,
     KeepsResults,
     address_of,
     schema_of,
@@ -172,6 +173,8 @@ class _Numbering(KeepsResults):
     run: called as `run(place, args, kwargs)` in place of each call; returns its result.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, kept: KeptResults, run: Run) -> None:
         super().__init__()
         self._kept, self._run = kept, run
@@ -181,7 +184,7 @@ class _Numbering(KeepsResults):
         self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._kept.counting is self:
+        if self._kept.counting is self and not isinstance(func, HigherOrderOperator):
             if func in self._kept.operators:
                 self._numbers[func] += 1
                 return self._run((func, self._numbers[func]), args, kwargs)

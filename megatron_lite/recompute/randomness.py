@@ -128,6 +128,22 @@ def _memory(generator: Any) -> bytes:
     return string_at(id(generator), type(generator).__basicsize__)[object.__basicsize__ :]
 
 
+@contextmanager
+def globals_at(states: list[GeneratorState]) -> Iterator[None]:
+    """Gives GLOBAL these states of `global_states` inside the block, and then its present ones.
+
+    A layer may have drawn though it left the states as it found them.
+    """
+    now = global_states()
+    try:
+        for each in states if states is not now else ():
+            each.restore()
+        yield
+    finally:
+        for each in now if states and global_states() is not now else ():
+            each.restore()
+
+
 def is_generator(value: Any) -> bool:
     """Tells whether the value is a generator whose state can be restored."""
     return isinstance(value, tuple(_ACCESS)) and not isinstance(value, random.SystemRandom)

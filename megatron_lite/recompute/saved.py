@@ -21,6 +21,7 @@ from megatron_lite.parallel.torch_internals import (
     hooks_in_force,
     is_fake,
     is_view,
+    is_zero,
     untraced,
     write_count_of,
 )
@@ -192,7 +193,7 @@ def _can_move(tensor: Tensor, kind: str) -> bool:
     if tensor.device.type != kind or tensor.dtype == torch.uint8 or tensor.layout != torch.strided:
         return False
     # A view of the moved bytes is rebuilt from dtype, size, stride and offset. That is not enough
-    # for a tensor subclass, nor for a lazy conjugate or negation. Writes to a tensor of inference
+    # for a tensor subclass, nor for a lazy conjugate, negation or zero. Writes to one of inference
     # mode are not counted. FSDP2 frees the weights that it gathers.
     return (
         (type(tensor) in (Tensor, Parameter) or is_fake(tensor))
@@ -200,6 +201,7 @@ def _can_move(tensor: Tensor, kind: str) -> bool:
         and not tensor.is_inference()
         and not tensor.is_conj()
         and not tensor.is_neg()
+        and not is_zero(tensor)
     )
 
 

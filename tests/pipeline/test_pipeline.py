@@ -62,7 +62,7 @@ CASES = [
 
 
 @pytest.mark.runs(daily=2, ci=6)
-@pytest.mark.parametrize("layout, variant, flags", CASES, ids=str)
+@pytest.mark.parametrize("layout, variant, flags", CASES)
 def test_a_pipeline_trains_as_one_process_does(layout, variant, flags):
     expected = single_process(variant, torch.float64)
 
@@ -109,7 +109,7 @@ WITH_TENSOR_PARALLEL = {"block 1", "pointwise", "units split over the ranks", "b
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("layout", [Layout(pp=4), Layout(pp=2, tp=2, num_chunks=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(pp=4), Layout(pp=2, tp=2, num_chunks=2)])
 def test_no_recompute_policy_changes_a_bit(layout):
     """With dropout, so that every replay has to draw what its forward drew, with others in
     between."""

@@ -53,7 +53,6 @@ EXPERTS = dict(
         (PP2, 8, REGION_ACTIONS, {}),
         ({}, 2, REGION_ACTIONS, dict(window_size=(255, 0), window_attn_skip_freq=3)),
     ],
-    ids=["p1", "a dense layer before experts", "tiles", "p2", "windows"],
 )
 def test_no_policy_of_regions_or_units_by_layer_is_faster(parallel, micro, actions, model):
     """Every assignment of four actions to the layers is tried, in any order and on both ranks."""

@@ -86,8 +86,7 @@ def test_a_choice_of_attention_kernels_around_the_forward_is_that_of_the_replay(
     class Chosen(InOrder):
         def forward(self, hidden):
             with sdpa_kernel(SDPBackend.MATH):
-                result = super().forward(hidden)
-            return result
+                return super().forward(hidden)
 
     assert_right(Chosen(Attention), "*:full", torch.randn(2, 5, 8))
 

@@ -55,6 +55,7 @@ VIEWS = {
         x * (x.detach() * 2).view(torch.int32)[1:, :].view(torch.float32).sum()
     ),
     "half": lambda x: (x.bfloat16() * 2).t()[1:].square().float(),
+    "a tangent of zeros": lambda x: torch.func.jvp(lambda y: y.T @ x, (x * 1,), (x * 1,))[1],
     "integers": lambda x: x[torch.tensor([3, 1, 1])],
     "bools": lambda x: torch.where(x > 0, x * 2, x * 3),
     "conjugated, by bits in flags": lambda x: (x * 2j).conj().view(6, 4) @ x,

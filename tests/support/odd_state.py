@@ -168,6 +168,20 @@ class HostGenerators(Block):
         ) * random.gauss(1.0, 0.1)
 
 
+class Peeks(Block):
+    """Draws a number, and puts the generator back."""
+
+    def forward(self, hidden):
+        before, scale = random.getstate(), random.random()
+        random.setstate(before)
+        return self.body(hidden * scale)
+
+
+def drawing(model, number):
+    """Draws between forward and backward."""
+    return plainly(model, number) * (random.random() > -1)
+
+
 class Differentiates(Block):
     """A layer whose forward runs a backward, as models do that compute forces from an energy."""
 
@@ -818,6 +832,7 @@ UNLISTED = {
     "scripted functions and frozen traces": case(Scripted),
     "a product, which the next layer writes to": case(WritesProduct),
     "a backward into its own parameters": case(AccumulatesInside, may_refuse=True),
+    "a draw that is put back, and others before backward": case(Peeks, drawing),
     "the older spectral norm": case(partial(Spectral, nn.utils.spectral_norm)),
     "a gradient of its own": case(Differentiates),
     "hidden modules, and layers that call each other": case(Nested),

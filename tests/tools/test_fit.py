@@ -242,10 +242,8 @@ def with_towers(name, architecture, **settings):
             {"pixel_values": (1, 3, 32, 32)},
         ),
     ],
-    ids=[
-        "cut image", "images", "instruction", "patches", "sound and text", "sound and images",
-        "convolved patches", "speech", "frames", "stages",
-    ],
+    # A cut image, images, an instruction, patches, sound and text, sound and images, convolved
+    # patches, speech, frames, stages.
 )  # fmt: skip
 def test_images_and_spectra_are_made_as_the_configuration_says(config, names):
     images = 56 if "image_token_id" in config else 0
