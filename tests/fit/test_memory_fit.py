@@ -490,7 +490,7 @@ def test_a_step_of_changing_shapes_counts_with_the_largest():
     batches = iter([*[ids(2, 20)] * 5, long, *[ids(2, 10)] * 99])
     fit = fit_and_remove(model, lambda: model(next(batches)).backward())
     largest = fit_and_remove(model, step_of(model, 2, 60))
-    assert fit.measured >= largest.measured  # the step might make it
+    assert fit.measured == largest.measured  # the step might make it, as here
     assert "other shapes each time" in str(fit) and "other shapes" not in str(largest)
 
 
