@@ -95,7 +95,15 @@ grouped_operator = private("torch.ops.aten._grouped_mm.default")
 
 
 class KeepsResults(TorchDispatchMode):  # type: ignore[valid-type, misc]
-    """A dispatch mode that may keep the results of operators and return them again in a replay."""
+    """A dispatch mode that may keep the results of operators and return them again in a replay.
+
+    Under it compiled functions stay compiled.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Returns what torch asks a mode before it compiles."""
+        return True
 
 
 # Process groups.

@@ -11,12 +11,13 @@ go on referring to them.
 
 from __future__ import annotations
 
+import dis
 import sys
 import types
 import warnings
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from copy import copy
 from copyreg import _slotnames  # type: ignore[attr-defined]
@@ -55,8 +56,14 @@ CONSTANT = (
 UNSET = object()  # in the place of a slot without a value
 CONTAINERS = (OrderedDict, dict, list, tuple, set, frozenset, deque)
 USUAL = frozenset({dict, list, set, deque, OrderedDict, defaultdict, Counter})
-# The objects of these are not looked into. Those of trainers hold datasets and optimizers.
+# The objects of these are not looked into. Those of trainers hold datasets and optimizers, those of
+# compilers what they measured.
 LIBRARIES = {"torch", "megatron_lite", "accelerate", "deepspeed", "lightning", "pytorch_lightning"}
+LIBRARIES |= {"triton", "numba", "numpy", "logging"}
+# What wraps functions is of these classes or of functools, and holds them by these names.
+WRAPPERS = types.FunctionType, types.MethodType, staticmethod, classmethod, property
+WRAPPED = ("__func__", "fget", "fset", "__wrapped__", "func")
+RECORDS = {"types", "argparse", "collections"}  # parts of Python with classes of plain objects
 STANDARD = frozenset(vars(nn.Module()))  # the attributes of every module
 HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("hooks"))
 # What functions hold besides their code. A cell is a variable of the function around one.
@@ -95,6 +102,18 @@ def hash_last(tensors: list[Tensor], known: Hashes, weights: Any) -> list[Tensor
     the weights, any iterable of tensors."""
     with unobserved():
         return [*[hash_once(each, known) for each in tensors[-4:]], *map(quick_hash, weights)]
+
+
+@dataclass(slots=True, eq=False)
+class Names:
+    """Variables of a module or a class, as a container.
+
+    held: all of them. names: those that may change. put: binds one again.
+    """
+
+    held: Any
+    names: dict[str, None]
+    put: Any
 
 
 @dataclass(frozen=True)
@@ -207,7 +226,8 @@ class Contents:
         that only a container or a function holds (owner): nearly always other layers train them.
         """
         exchanged = {"_parameters"} if owner or sharded(root) else set()
-        for path, module in [*root.named_modules(self._modules, name)]:
+        listed = [*root.named_modules(self._modules, name)]
+        for path, module in listed:
             found, prefix = vars(module), f"{path}." if path else ""
             self.note(path, found, owner)
             for name, value in found.items():
@@ -225,11 +245,9 @@ class Contents:
             for name in {"_parameters", "_buffers"}.difference(exchanged):
                 for key, value in getattr(module, name).items():
                     self.add(f"{prefix}{key}", value, owner)
-        for held, name in chain.from_iterable(map(_shared, {*map(type, self._modules)})):
-            value = held.get(name)
-            if id(value) not in self._known and type(value) in USUAL:
-                items = tensors_of(self.note(name, value, name))
-                self.has_graphs |= not all(each.is_leaf for each in items)
+        kinds: Any = dict.fromkeys(type(module) for _, module in listed) if self._objects else ()
+        for name, value in chain.from_iterable(map(_shared, kinds)):
+            self.add(name, value, name)
 
     def note(self, name: str, value: Any, owner: str = "") -> list[Any]:
         """Adds a container, without what its items hold. Returns its items."""
@@ -244,11 +262,13 @@ class Contents:
             return
         self._known.add(id(value))
         if isinstance(value, (Tensor, *ARRAYS)):
+            while name in self.parts:
+                name += "'"
             self.parts[name] = Part(name, owner, value)
             self.has_graphs |= isinstance(value, Tensor) and not value.is_leaf
         elif is_generator(value):
             self.generators.append((owner, GeneratorState.of(value)))
-        elif isinstance(value, (*CONTAINERS, nn.Module)) or not _is_of_library(value):
+        elif isinstance(value, (*CONTAINERS, Names, nn.Module)) or not _is_of_library(value):
             if not isinstance(value, CONTAINERS):
                 owner = owner or name
                 if self._room <= 0:
@@ -270,8 +290,7 @@ class Contents:
         # (`id`) of the next object.
         is_fixed = isinstance(value, (tuple, frozenset))
         items = _items(value) if is_fixed else self.note(name, value, owner)
-        keys = items[: len(items) // 2] * 2 if isinstance(value, dict) else items
-        for number, (key, each) in enumerate(zip(keys, items, strict=True)):
+        for number, (key, each) in enumerate(_pairs(value, items)):
             if type(each) not in PLAIN:
                 self._room -= bool(owner)
                 self.add(f"{name}.{key if type(key) is str else number}", each, owner)
@@ -313,7 +332,7 @@ class Contents:
             return
         for name, owner, value, items in self.containers:
             if not _has(value, items):
-                pairs = _pairs(items) if isinstance(value, dict) else ()
+                pairs = _pairs(value, items) if isinstance(value, dict) else ()
                 keys = [key for key, one in pairs if not _is_same(one, dict.get(value, key, self))]
                 yield ".".join(filter(None, [name, *map(str, keys[:1])])), owner
         yield from ((name, "") for name, value in self._empty if value)
@@ -322,15 +341,14 @@ class Contents:
                 yield f"a generator of {owner}", owner
 
     def settle(self, owners: Collection[str], *, written: bool) -> None:
-        """Drops the tensors and generators of objects that are not among `owners`, and graphs of
-        earlier results. Writes count from here on.
+        """Drops the tensors of objects that are not among `owners`, and graphs of earlier results.
+        Writes count from here on.
 
         Otherwise each forward of a layer that assigns `self.aux = ...` would hold the graph of the
         forward before it.
         written: whether a tensor was written to, which may have given it a graph.
         """
         self.has_graphs |= written
-        self.generators = [each for each in self.generators if each[0] in owners]
         self.parts = {name: each for name, each in self.parts.items() if each.owner in owners}
         if self.has_graphs:
             self.found = None
@@ -368,27 +386,64 @@ class Contents:
 
 
 @lru_cache
-def _shared(kind: type) -> list[tuple[Any, str]]:
-    """Returns the containers that all objects of a class share, as names and where they are found:
-    its attributes, and the globals that its methods name and the functions that these call."""
-    held = [*map(vars, kind.__mro__)]
-    functions = _of_users(value for each in held for value in each.values())
-    for each in functions[:]:
-        functions += _of_users(map(each.__globals__.get, each.__code__.co_names))
-    places = [*zip(held, held, strict=True)]
-    places += [(each.__globals__, each.__code__.co_names) for each in functions]
-    return [
-        (found, name)
-        for found, names in places
-        for name in names
-        if type(found.get(name)) in USUAL and not name.startswith("__")
-    ]
+def _shared(kind: type) -> list[tuple[str, Any]]:
+    """Returns what all objects of a class share, with names: its attributes, the globals that its
+    methods name, and methods with defaults or variables around them that may change.
+
+    The same of the functions and classes among these, and not of those that these name.
+    """
+    shared, known = dict[int, tuple[str, Any]](), set[int]()
+    values: list[Any] = [kind]
+    for _ in range(2):
+        named: list[Any] = []
+        for value in values:  # it grows
+            if id(value) in known:
+                continue
+            known.add(id(value))
+            if isinstance(value, type):
+                values += value.__bases__
+            if isinstance(value, WRAPPERS) or type(value).__module__ == "functools":
+                values += [getattr(value, name, None) for name in WRAPPED]
+            is_of_users = not _is_of_library(value, sys.stdlib_module_names)
+            if not (isinstance(value, (type, types.FunctionType)) and is_of_users):
+                continue
+            place, held, key = value.__qualname__, vars(value), id(value)
+            found: Any = held
+            put: Any = partial(setattr, value)
+            if isinstance(value, type):
+                values += [each for name, each in held.items() if name != "__init__"]
+            else:
+                own = [_slot(each, "cell_contents") for each in value.__closure__ or ()]
+                defaults = *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()
+                own += [each for each in defaults if type(each) not in PLAIN]  # none is bound again
+                if any(map(_may_change, own)):
+                    shared[key] = place, value
+                place, held = value.__module__, value.__globals__
+                key, put, found = id(held), held.__setitem__, _globals_in(value.__code__)
+                named += [*own, *map(held.get, found)]
+            names = shared.setdefault(key, (place, Names(held, {}, put)))[1].names
+            names |= dict.fromkeys(
+                name
+                for name in found
+                if name in held and not name.startswith("__") and _may_change(held[name])
+            )
+        values = named
+    return [each for each in shared.values() if getattr(each[1], "names", True)]
 
 
-def _of_users(values: Iterable[Any]) -> list[Any]:
-    return [
-        one for one in values if isinstance(one, types.FunctionType) and not _is_of_library(one)
-    ]
+def _globals_in(code: types.CodeType) -> set[str]:
+    """Returns the globals that a function names, also in functions inside it."""
+    found = {each.argval for each in dis.get_instructions(code) if "_GLOBAL" in each.opname}
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return found.union(*map(_globals_in, inner))
+
+
+def _may_change(value: Any) -> bool:
+    """Tells whether a variable may be state: no function, class or module, nor a library's."""
+    if isinstance(value, (*PLAIN, *CONTAINERS, *ARRAYS, Tensor, nn.Module)) or is_generator(value):
+        return True
+    is_code = isinstance(value, (*CONSTANT, *WRAPPERS))
+    return not is_code and not _is_of_library(value, sys.stdlib_module_names - RECORDS)
 
 
 def mapped(item: Any, function: Callable[[Any], Any]) -> Any:
@@ -441,6 +496,8 @@ def _items(value: Any) -> list[Any]:
     """Returns the items of a container: the keys and then the values of a dictionary, which takes
     the least time; names with their values for a function and the slots of an object."""
     base = _base_of(value)
+    if isinstance(value, Names):
+        return [*value.names, *[value.held.get(name, UNSET) for name in value.names]]
     if base is None:
         names = *FUNCTIONS.get(type(value), ()), *_slotnames(type(value))
         return [(name, _slot(value, name)) for name in names]
@@ -449,9 +506,12 @@ def _items(value: Any) -> list[Any]:
     return [*base.__iter__(value)]
 
 
-def _pairs(items: list[Any]) -> Iterator[tuple[Any, Any]]:
+def _pairs(value: Any, items: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yields the items of a container with their keys or names, or themselves in their place."""
     half = len(items) // 2
-    return zip(items[:half], items[half:], strict=True)
+    if isinstance(value, (dict, Names)):
+        return zip(items[:half], items[half:], strict=True)
+    return zip(items, items, strict=True) if _base_of(value) else iter(items)
 
 
 def _slot(value: Any, name: str) -> Any:
@@ -461,12 +521,14 @@ def _slot(value: Any, name: str) -> Any:
         return UNSET
 
 
-def _is_of_library(value: Any) -> bool:
-    """Tells whether the code of a function, or the class of an object, is torch's or ours, or is
-    one of the configurations of transformers, which are large."""
-    is_function = isinstance(value, types.FunctionType)
-    home = value.__globals__.get("__name__", "") if is_function else type(value).__module__
-    return home.partition(".")[0] in LIBRARIES or ".configuration_" in home
+def _is_of_library(value: Any, others: Collection[str] = ()) -> bool:
+    """Tells whether a class, the code of a function, or the class of an object, is torch's or ours
+    or of the modules `others`, or is one of the configurations of transformers, which are large."""
+    home = (value if isinstance(value, type) else type(value)).__module__
+    if isinstance(value, types.FunctionType):
+        home = value.__globals__.get("__name__", "")
+    package = home.partition(".")[0]
+    return package in LIBRARIES or package in others or ".configuration_" in home
 
 
 def _without_old_graphs(items: list[Any], now: list[Any]) -> list[Any]:
@@ -502,15 +564,17 @@ def _refill(value: Any, items: list[Any]) -> None:
         function: Any = value
         function.__setstate__((*map(itemgetter(1), items), vars(value)))
     elif base is None:
-        for (name, item), (_, now) in zip(items, _items(value), strict=True):
+        found = _pairs(value, items), _pairs(value, _items(value))
+        for (name, item), (_, now) in zip(*found, strict=True):
             if item is UNSET and now is not UNSET:
                 object.__delattr__(value, name)
             elif not _is_same(item, now):
-                object.__setattr__(value, name, item)
+                put = value.put if type(value) is Names else partial(object.__setattr__, value)
+                put(name, item)
     else:
         base.clear(value)
         if isinstance(value, dict):
-            for key, item in _pairs(items):
+            for key, item in _pairs(value, items):
                 base.__setitem__(value, key, item)
         else:
             (base.update if base is set else base.extend)(value, items)

@@ -267,8 +267,6 @@ class _LayerCall:
             tensor, version = values[number] if is_read_again else values.pop(number)
             if task == NO_TASK:
                 del self._values[task]
-        if self._witness and number in self._witness.rewritten:
-            version = None  # the forward wrote to it, after the place where this replay stopped
         return tensor, version
 
     def _is_read_again(self, node: Any, task: int, number: int) -> bool:

@@ -22,6 +22,7 @@ from megatron_lite.parallel.torch_internals import (
     is_fake,
     is_view,
     is_zero,
+    tracer,
     untraced,
     write_count_of,
 )
@@ -193,8 +194,8 @@ def _can_move(tensor: Tensor, kind: str) -> bool:
     if tensor.device.type != kind or tensor.dtype == torch.uint8 or tensor.layout != torch.strided:
         return False
     # A view of the moved bytes is rebuilt from dtype, size, stride and offset. That is not enough
-    # for a tensor subclass, nor for a lazy conjugate, negation or zero. Writes to one of inference
-    # mode are not counted. FSDP2 frees the weights that it gathers.
+    # for a tensor subclass, nor for a lazy conjugate, negation or zero, nor for what torch traces.
+    # Writes to one of inference mode are not counted. FSDP2 frees the weights that it gathers.
     return (
         (type(tensor) in (Tensor, Parameter) or is_fake(tensor))
         and not isinstance(tensor if (base := base_of(tensor)) is None else base, Parameter)
@@ -202,6 +203,7 @@ def _can_move(tensor: Tensor, kind: str) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not is_zero(tensor)
+        and tracer() is None
     )
 
 

@@ -47,7 +47,7 @@ class Witness:
     """The record of one call of a layer, with which a replay is compared.
 
     guard: remembers what the layer's replays showed.
-    rewritten: the numbers of the saved tensors that the forward wrote to later.
+    is_rewritten: whether the forward wrote to a tensor after it was saved.
     known: the hashes of what the run has saved, as long as that is held.
     """
 
@@ -61,7 +61,7 @@ class Witness:
     ) -> None:
         self._name, self._rng, self._layer = name, rng, layer
         self.guard, self._signature, self._call = guard, signature, guard.calls
-        self.rewritten: set[int] = set()
+        self.is_rewritten = False
         self.known: Hashes = {}
         self._forward = self._replay = _LayerRun({}, {})
         self._saved: list[tuple[Tensor, int | None, Tensor | None, Tensor | None]] = []
@@ -74,7 +74,7 @@ class Witness:
     @property
     def is_done(self) -> bool:
         """Whether later replays of this call need not be compared."""
-        return self.guard.verify == "first" and not self.rewritten
+        return self.guard.verify == "first" and not self.is_rewritten
 
     def begin(self, args: Args, kwargs: Kwargs) -> None:
         """Begins the forward or a replay. No saved-tensor hooks of the call may be in force."""
@@ -147,7 +147,7 @@ class Witness:
         self._forward = run = self._replay
         for number, (tensor, version, *_) in enumerate(self._saved):
             if version_of(tensor) != version:
-                self.rewritten.add(number)
+                self.is_rewritten = True
             if number in self.guard.doubts | self.guard.harmless:
                 self._doubtful[number] = tensor
         self._saved, self.known = [], {}

@@ -486,8 +486,8 @@ def test_the_largest_batch_is_the_last_that_fits():
 
 @pytest.mark.usefixtures("two_actions")
 def test_a_step_of_changing_shapes_counts_with_the_largest():
-    model, long = Model([64] * 4), ids(2, 60)
-    batches = iter([*[ids(2, 20)] * 5, long, *[ids(2, 10)] * 99])
+    model = Model([64] * 4)
+    batches = iter([*[ids(2, 20)] * 5, ids(2, 60), *[ids(2, 10)] * 99])
     fit = fit_and_remove(model, lambda: model(next(batches)).backward())
     largest = fit_and_remove(model, step_of(model, 2, 60))
     assert fit.measured == largest.measured  # the step might make it, as here

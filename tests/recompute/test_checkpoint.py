@@ -22,7 +22,7 @@ def noisy(rng, hidden, weight):
     return torch.tanh(hidden @ weight * inner) * torch.rand_like(hidden)
 
 
-def grads(rng, run, *, times=1):
+def grads(rng, run, times):
     """[output, d hidden, d weight] of `run(hidden, weight)`, from the same streams each time."""
     start = rng.snapshot()
     hidden, weight = torch.ones(4, 6, requires_grad=True), WEIGHT.clone().requires_grad_()
@@ -33,7 +33,7 @@ def grads(rng, run, *, times=1):
     return [output.detach(), hidden.grad, weight.grad]
 
 
-@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("times", range(1, 4))
 @pytest.mark.parametrize("way", ["alone", "nested", DEFAULT, TENSOR_PARALLEL])
 def test_every_backward_sees_the_numbers_of_the_forward(rng, way, times):
     """Also of nested units, and of a unit inside an open fork."""
@@ -45,7 +45,7 @@ def test_every_backward_sees_the_numbers_of_the_forward(rng, way, times):
             with nullcontext() if way == "alone" else rng.fork(way):
                 return unit(noisy, rng, hidden, weight)
 
-        return grads(rng, forward, times=times)
+        return grads(rng, forward, times)
 
     assert_equal(run(partial(checkpoint, rng=rng)), run(lambda call, *given: call(*given)))
 
@@ -101,7 +101,7 @@ def test_a_replay_repeats_the_cpu_generator_beside_the_streams_of_a_device(times
 
     def outcome(run):
         torch.manual_seed(5)
-        return grads(streams, run, times=times)
+        return grads(streams, run, times)
 
     assert_equal(outcome(lambda h, w: checkpoint(function, h, w, rng=streams)), outcome(function))
 

@@ -232,16 +232,7 @@ def test_gradients_of_layers_that_differ_are_unchanged_to_the_bit(layout, precis
 
 
 @pytest.mark.runs(ci=1)
-@pytest.mark.parametrize(
-    "layout, precision",
-    [
-        (ALONE, torch.float32),
-        (SEQUENCE_PARALLEL, torch.bfloat16),
-        (ALONE, AUTOCAST),
-        (TP2, torch.float32),
-        (SEQUENCE_PARALLEL, torch.float32),
-    ],
-)
+@pytest.mark.parametrize("layout, precision", [SETTINGS[0], *SETTINGS[3:7]])
 def test_gradients_of_experts_are_unchanged_to_the_bit(layout, precision):
     named = policies(can_split=layout.can_split, module_sets=(*MODULE_SETS, *EXPERT_MODULES))
     kinds = [name for name in named if name in ONE_OF_EACH_KIND or "moe" in name]

@@ -179,8 +179,7 @@ def test_a_replay_goes_on_to_a_collective_at_its_end():
 def trained_as_divided(rank, world_size, folder, policy):
     """Loss and gradients of a model that transformers has divided by its own plan."""
     model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").train()
-    if policy is not None:
-        apply_policy_(model, layers_fqn="model.layers", policy=policy, verify=True)
+    apply_policy_(model, layers_fqn="model.layers", policy=policy, verify=True)
     torch.manual_seed(3)
     loss = model(input_ids=tokens(0), labels=tokens(0), use_cache=False).loss
     loss.backward()
@@ -197,7 +196,7 @@ def test_layers_that_transformers_divides_train_to_the_same_bits(family, tmp_pat
     monkeypatch.setenv("WORLD_SIZE", "2")  # transformers reads it; the group is there
 
     def check(rank, world_size):
-        expected = trained_as_divided(rank, world_size, tmp_path, None)
+        expected = trained_as_divided(rank, world_size, tmp_path, "*:none")
         for policy in ("*:full@split", "*:ops(matmul,collective)"):
             assert_equal(trained_as_divided(rank, world_size, tmp_path, policy), expected)
 

@@ -3,7 +3,6 @@ the words of its API."""
 
 import pytest
 import torch
-from torch import nn
 
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.replay import RecomputeMismatch
@@ -17,13 +16,7 @@ from tests.support.odd_layers import (
     put,
     step,
 )
-
-
-class Stateful:
-    """An object that no replay can put back."""
-
-    def __init__(self):
-        self.seen = []
+from tests.support.odd_state import Collector
 
 
 def run_with(kind, policy, between=lambda model, hidden: None, **options):
@@ -44,31 +37,15 @@ def test_an_object_among_the_arguments_that_a_layer_changes_is_named(policy):
     class Takes(Block):
         def forward(self, hidden, memory=None):
             if memory is not None:
-                memory.seen.append(hidden)
+                memory.log.append(hidden)
             return self.body(hidden)
 
     model = Model(Takes)
     put(model, policy)
     with pytest.raises(
-        RuntimeError, match=r"layers\.1: its argument \['memory'\], a Stateful, was changed by its"
+        RuntimeError, match=r"layers\.1: its argument \['memory'\], a Collector, was changed by its"
     ):
-        model.layers[1](batches()[0], memory=Stateful())
-
-
-WRITES = [
-    (
-        lambda model, hidden: hidden.add_(1),
-        r"layers\.0: an argument was written to after the forward",
-    ),
-    (
-        lambda model, hidden: model.layers[1].first.bias.add_(1),
-        r"layers\.1: its parameter first\.bias was written to after the forward",
-    ),
-    (
-        lambda model, hidden: model.layers[1].scale.add_(1),
-        r"layers\.1: its tensor scale was written to after the forward",
-    ),
-]
+        model.layers[1](batches()[0], memory=Collector())
 
 
 class Scaled(Norms):
@@ -80,7 +57,23 @@ class Scaled(Norms):
         return super().forward(hidden * self.scale)
 
 
-@pytest.mark.parametrize("between, message", WRITES)
+@pytest.mark.parametrize(
+    "between, message",
+    [
+        (
+            lambda model, hidden: hidden.add_(1),
+            r"layers\.0: an argument was written to after the forward",
+        ),
+        (
+            lambda model, hidden: model.layers[1].first.bias.add_(1),
+            r"layers\.1: its parameter first\.bias was written to after the forward",
+        ),
+        (
+            lambda model, hidden: model.layers[1].scale.add_(1),
+            r"layers\.1: its tensor scale was written to after the forward",
+        ),
+    ],
+)
 def test_what_a_replay_needs_and_was_written_to_is_named(between, message):
     with pytest.raises(RuntimeError, match=message):
         run_with(Scaled, "*:full", between)
@@ -101,10 +94,11 @@ def test_a_buffer_that_each_forward_changes_may_change_before_backward():
 
 def test_what_the_first_forward_left_alone_and_a_later_one_writes_to_is_named_once():
     class Later(Block):
+        writes = False
+
         def __init__(self):
             super().__init__()
             self.register_buffer("count", torch.zeros(()))
-            self.writes = False
 
         def forward(self, hidden):
             if self.writes:
@@ -153,15 +147,12 @@ def test_verify_sees_a_lost_edge():
     """The same values, saved in the same shapes, from a graph that reaches less."""
 
     class Detaches(Block):
-        def __init__(self):
-            super().__init__()
-            self.shift = nn.Parameter(torch.zeros(6))
-
         def forward(self, hidden):
-            return self.body(hidden) + (self.shift.detach() if is_recomputing() else self.shift)
+            shift = self.second.bias
+            return hidden.sin() + (shift.detach() if is_recomputing() else shift)
 
     with pytest.raises(
         RecomputeMismatch,
-        match=r"layers\.2, its graph is not the forward's: it lost shift.* take the layer out",
+        match=r"layers\.2, its graph is not the forward's: it lost second.bias.* take the layer",
     ):
         run_with(Detaches, "*:full", verify=True)

@@ -1,8 +1,8 @@
 """Layers of other kinds (compiled, scripted, wrapped by accelerate) and ways to differentiate."""
 
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from functools import partial, update_wrapper
-from threading import Thread
 
 import pytest
 import torch
@@ -42,11 +42,12 @@ def gradients(model, given):
     return found
 
 
-def assert_right(model, policy, given):
+def assert_right(model, policy, given, then=lambda model: None):
     expected = gradients(model, given)
     put(model, policy)
+    then(model)
     assert_equal(gradients(model, given), expected)
-    assert remove_policy_(model) == 2
+    assert remove_policy_(model) == 2 and remove_policy_(model) == 0
     assert_equal(gradients(model, given), expected)
 
 
@@ -63,12 +64,17 @@ def test_lazy_layers_train_as_without_a_policy(policy):
     assert_equal(steps(policy), steps("*:none"))
 
 
+class Branches(Normed):
+    def forward(self, hidden):
+        either = [lambda one: self.linear(one).sin()] * 2
+        return torch.cond(hidden.sum() > 0, *either, (super().forward(hidden),))
+
+
 @pytest.mark.runs
 @pytest.mark.parametrize("policy", EACH_KIND)
 def test_layers_that_are_compiled_modules_train_as_without_a_policy(policy):
-    assert_right(
-        InOrder(lambda: torch.compile(Normed(), backend="aot_eager")), policy, batches()[0]
-    )
+    for kind in (Branches, lambda: torch.compile(Normed(), backend="aot_eager")):
+        assert_right(InOrder(kind), policy, batches()[0].requires_grad_())
 
 
 class Attention(nn.Module):
@@ -114,6 +120,20 @@ def test_forward_mode_differentiation_is_that_of_the_plain_model(policy):
     assert_equal(found, expected)
 
 
+@pytest.mark.parametrize("policy", EACH_KIND)
+def test_a_frozen_layer_has_the_kernel_that_it_has_without_a_policy(policy):
+    """One for inference alone, which takes nested tensors."""
+    layer = nn.TransformerEncoderLayer(6, 2, 12, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval().requires_grad_(False)
+    mask = torch.ones(2, 5).triu(3).bool()
+    masked = partial(model, torch.randn(2, 5, 6), src_key_padding_mask=mask)
+    expected = masked()
+    put(model, policy)
+    assert_equal([masked(), masked()], [expected] * 2)
+    with pytest.raises(AttributeError, match=r"layers.0 has .* call remove_policy_\(model\) first"):
+        torch.jit.script(model)
+
+
 def summed(model, given):
     return model(given).square().sum()
 
@@ -143,13 +163,11 @@ def test_a_gradient_inside_a_layer_is_refused_with_the_reason(policy):
 
 def under_vmap(model):
     torch.vmap(partial(summed, model))(torch.stack(batches()[:2])).sum().backward()
-    return left_in(model)
 
 
 def traced(model):
     again = torch.jit.trace(model, batches()[0], check_trace=False)
     summed(again, batches()[1]).backward()
-    return left_in(model)
 
 
 def in_one_graph(model):
@@ -162,7 +180,6 @@ def inside_a_checkpoint(model):
     model.train()
     given = batches()[0].requires_grad_()
     checkpoint(partial(summed, model), given, use_reentrant=False).backward()
-    return left_in(model)
 
 
 def with_other_threads_in_backward(model):
@@ -172,14 +189,12 @@ def with_other_threads_in_backward(model):
         result.backward()
     finally:
         torch.set_num_threads(threads)
-    return left_in(model)
 
 
 def under_a_default_device(model):
     with torch.device("cpu"):
         result = summed(model.train(), batches()[0])
     result.backward()
-    return left_in(model)
 
 
 def without_values_first(model):
@@ -190,7 +205,6 @@ def without_values_first(model):
     model.zero_grad()
     for given in batches()[:2]:
         summed(model, given).backward()
-    return left_in(model)
 
 
 @pytest.mark.runs(daily=3, ci=9)
@@ -215,29 +229,23 @@ def test_the_way_of_a_call_changes_no_bit(way, policy):
         torch.manual_seed(1)
         model = InOrder(Normed).eval()
         put(model, each)
-        found.append(way(model))
+        found.append([*(way(model) or ()), *left_in(model)])
     assert_equal(*found)
 
 
-def hooked_like_accelerate(layer):
+def hooked_like_accelerate(model):
     def forward(module, *args, **kwargs):
         return module._old_forward(*args, **kwargs)
 
-    layer._old_forward = layer.forward
-    layer.forward = update_wrapper(partial(forward, layer), layer.forward)
+    for layer in model.layers:
+        layer._old_forward = layer.forward
+        layer.forward = update_wrapper(partial(forward, layer), layer.forward)
+    with pytest.raises(ValueError, match="have a recompute policy already"):
+        put(model, "*:full")
 
 
 def test_a_policy_is_found_and_removed_under_another_librarys_wrapper():
-    model = InOrder(Normed)
-    expected = gradients(model, batches()[0])
-    put(model, "*:full")
-    for layer in model.layers:
-        hooked_like_accelerate(layer)
-    with pytest.raises(ValueError, match="have a recompute policy already"):
-        put(model, "*:full")
-    assert_equal(gradients(model, batches()[0]), expected)
-    assert remove_policy_(model) == 2 and remove_policy_(model) == 0
-    assert_equal(gradients(model, batches()[0]), expected)
+    assert_right(InOrder(Normed), "*:full", batches()[0], hooked_like_accelerate)
 
 
 class _Sum(torch.autograd.Function):
@@ -251,12 +259,10 @@ class _Sum(torch.autograd.Function):
         return tuple(grad * ctx.saved_tensors[number] for number in range(4))
 
 
-def test_a_function_that_reads_its_saved_tensors_again_costs_no_replay_each():
-    runs = []
-
+def test_a_function_that_reads_its_saved_tensors_again_costs_no_replay_each(capsys):
     class Sums(Block):
         def forward(self, hidden):
-            runs.append(1)
+            print(1)  # no replay undoes it
             hidden = self.body(hidden)
             return _Sum.apply(hidden, 2 * hidden, 3 * hidden, 4 * hidden)
 
@@ -264,29 +270,20 @@ def test_a_function_that_reads_its_saved_tensors_again_costs_no_replay_each():
     put(model, "*:full")
     counts = []
     for _ in range(3):
-        runs.clear()
         model(batches()[0]).backward()
-        counts.append(len(runs))
+        counts.append(len(capsys.readouterr().out.split()))
     assert counts == [3 + 2 * 3, 3 + 3, 3 + 3]  # the first one finds out
 
 
 def test_threads_take_turns():
     def losses(model):
-        found = {}
-
-        def train(number):
+        def train(batch):
             for _ in range(5):
-                loss = model(batches()[number])
-                found[number] = torch.stack(
-                    [each.norm() for each in torch.autograd.grad(loss, list(model.parameters()))]
-                )
+                found = torch.autograd.grad(model(batch), [*model.parameters()])
+            return torch.stack([each.norm() for each in found])
 
-        threads = [Thread(target=train, args=(number,)) for number in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        return [found[number] for number in range(3)]
+        with ThreadPoolExecutor(3) as pool:
+            return [*pool.map(train, batches())]
 
     torch.manual_seed(3)
     model = Model(Block).eval()

@@ -27,7 +27,6 @@ from tests.support.pairs import FULL_GRIDS
 # torch's own tests need this package, and its databases import it.
 pytest.importorskip("expecttest")
 
-NUM_STEPS = 4
 ALL = FULL_GRIDS or os.environ.get("TORCH_DATABASES") == "all"
 # These do not repeat themselves in plain torch: memory that no kernel sets, or a choice of threads.
 NOT_REPEATABLE = frozenset({
@@ -98,17 +97,17 @@ def modules(policy, training):
             yield name, make, given.args, given.kwargs
 
 
-def train(case, policy, mode=nullcontext, **options):
+def train(case, policy, mode=nullcontext):
     """Returns results, gradients and state after each step. mode: around each forward."""
     _, make, args, kwargs = case
     torch.manual_seed(2)
     model = nn.Module()
     model.layers = nn.ModuleList([make()])
     if policy is not None:
-        apply_policy_(model, layers_fqn="layers", policy=policy, **options)
+        apply_policy_(model, layers_fqn="layers", policy=policy)
     given = tree_map(_fresh, (args, kwargs))
     found = []
-    for _ in range(NUM_STEPS):
+    for _ in range(4):
         with mode():
             result = model.layers[0](*given[0], **given[1])
         losses = [
@@ -134,12 +133,14 @@ def is_equal(one, other):
     if one is None or other is None or one.layout != torch.strided:
         return (one is None) == (other is None)
     return torch.equal(
-        one.resolve_conj().nan_to_num() if one.is_floating_point() else one,
-        other.resolve_conj().nan_to_num() if other.is_floating_point() else other,
+        *(
+            each.resolve_conj().nan_to_num() if each.is_floating_point() else each
+            for each in (one, other)
+        )
     )
 
 
-def faults(cases, policy, **options):
+def faults(cases, policy):
     lines = []
     # Under any mode, linear_cross_entropy of torch computes in another order.
     mode = Dispatches if "ops" in policy else nullcontext
@@ -153,7 +154,7 @@ def faults(cases, policy, **options):
             if not all(map(is_equal, plain, again)):
                 continue  # plain torch does not repeat it
             try:
-                found = train(case, policy, nullcontext, **options)
+                found = train(case, policy)
             except Exception as error:
                 lines.append(f"{case[0]}: {type(error).__name__}: {str(error)[:300]}")
                 continue

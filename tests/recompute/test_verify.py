@@ -83,21 +83,15 @@ def test_a_weight_changed_after_forward_is_found_at_the_first_region_that_reads_
 
 def test_a_mask_redrawn_from_other_numbers_is_found(monkeypatch):
     monkeypatch.setattr(RngStreams, "drawn_from", lambda self, state: nullcontext())
-    model = gpt("*:dropout")
-    assert mismatch(model).startswith(
+    assert mismatch(gpt("*:dropout")).startswith(
         f"{REBUILT}layer 2, dropout, output: tensor 0 {HIDDEN} of torch.bool differs"
     )
 
 
 def test_a_draw_outside_the_streams_is_found_and_the_streams_are_cleared(rng):
     private = torch.Generator()
-
-    def function(hidden):
-        return hidden * torch.rand(3, generator=private)
-
-    refused(
-        rng, function, r"at layer 4, mlp, output: tensor 0 \[3\] differs .*; no RNG stream differs"
-    )
+    message = r"at layer 4, mlp, output: tensor 0 \[3\] differs .*; no RNG stream differs"
+    refused(rng, lambda hidden: hidden * torch.rand(3, generator=private), message)
 
 
 def test_a_replay_that_draws_more_is_found_though_it_returns_the_same(rng):
@@ -197,7 +191,7 @@ def test_where_all_is_well_nothing_is_raised_and_no_gradient_changes(policy):
 
 
 LOST = {
-    "detached": lambda tensor: tensor.detach(),
+    "detached": torch.Tensor.detach,
     "half": lambda tensor: torch.where(tensor > 0, tensor, tensor.detach()),
     "another operation": lambda tensor: tensor * 1,
 }

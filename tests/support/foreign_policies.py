@@ -23,9 +23,8 @@ POLICIES = (
     "*:full@host",
     "*:ops(matmul)@host",
 )
-# Plain torch itself refuses the first. An engine need not support the others.
+# Plain torch itself refuses it.
 MUST_REFUSE = "weights written before backward"
-MAY_REFUSE = ("second-order gradients", "functional_call")
 
 
 def policy_on(foreign, text, *, verify="first"):
@@ -64,24 +63,10 @@ def faults(name, text, situation="two micro-batches", *, verify="first"):
     except (ValueError, RuntimeError) as error:
         if situation == MUST_REFUSE:
             return []
-        allowed = foreign.may_refuse or situation in MAY_REFUSE
-        return unclear(error) if allowed else [f"refused: {type(error).__name__}: {error}"]
+        # A clear message names a layer, recomputation or the API, has no flags, and is short.
+        names = re.search(r"\.\d+\b|recomput|policy", message := str(error))
+        is_clear = names and "--" not in message and len(message) <= 800
+        return [] if is_clear and foreign.may_refuse else [f"{type(error).__name__}: {message}"]
     if isinstance(expected, str):
         return ["the weights that the forward did not have were used without a word"]
     return differences(expected, found)
-
-
-def unclear(error):
-    """Returns one line if the error's message is not clear, else [].
-
-    A clear message names a layer, recomputation or the API. It has no flags and at most 800
-    characters.
-    """
-    message = str(error)
-    if (
-        not re.search(r"\.\d+\b|recomput|apply_policy_|policy", message)
-        or "--" in message
-        or len(message) > 800
-    ):
-        return [f"an error that is not clear: {type(error).__name__}: {message}"]
-    return []

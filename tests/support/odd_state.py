@@ -168,15 +168,6 @@ class HostGenerators(Block):
         ) * random.gauss(1.0, 0.1)
 
 
-class Peeks(Block):
-    """Draws a number, and puts the generator back."""
-
-    def forward(self, hidden):
-        before, scale = random.getstate(), random.random()
-        random.setstate(before)
-        return self.body(hidden * scale)
-
-
 def drawing(model, number):
     """Draws between forward and backward."""
     return plainly(model, number) * (random.random() > -1)
@@ -336,11 +327,57 @@ class CountsOutside(Block):
 
     def __init__(self):
         super().__init__()
-        counter = itertools.count()
-        self.next = lambda: next(counter)
+        self.next = partial(next, itertools.count())
 
     def forward(self, hidden):
         return self.body(hidden * (1.0 + self.next()))
+
+
+TALLY, SUMS = Collector(), torch.zeros(1)
+
+
+class Tallies(torch.autograd.Function):
+    """Counts in an object of this module."""
+
+    @staticmethod
+    def forward(ctx, value):
+        TALLY.total += 1
+        return value + TALLY.total
+
+
+def counting():
+    """Returns a layer that counts around its methods, in a default, its class and this module, and
+    draws a number that it puts back."""
+    number = 0
+    TALLY.__init__()
+    SUMS.zero_()
+
+    class CountsAround(Block):
+        sums, calls = torch.zeros(1), 0
+
+        @property
+        def length(self):
+            return TALLY.log.append(1) or len(TALLY.log)
+
+        @classmethod
+        def count(cls):
+            cls.calls += 1
+
+        @torch.no_grad()
+        def add(self):
+            return Tallies.apply(SUMS.add_(1)) + self.sums.add_(1)
+
+        def forward(self, hidden, seen=[0]):  # noqa: B006
+            nonlocal number
+            number += 1
+            seen[0] += 1
+            self.count()
+            state = random.getstate()
+            counts = number + seen[0] + self.length + self.calls + random.random()
+            random.setstate(state)
+            return self.body(hidden * (counts + self.add()))
+
+    return CountsAround()
 
 
 class Routes(Block):
@@ -832,7 +869,7 @@ UNLISTED = {
     "scripted functions and frozen traces": case(Scripted),
     "a product, which the next layer writes to": case(WritesProduct),
     "a backward into its own parameters": case(AccumulatesInside, may_refuse=True),
-    "a draw that is put back, and others before backward": case(Peeks, drawing),
+    "counters around methods, of classes and in globals; a draw put back": case(counting, drawing),
     "the older spectral norm": case(partial(Spectral, nn.utils.spectral_norm)),
     "a gradient of its own": case(Differentiates),
     "hidden modules, and layers that call each other": case(Nested),
