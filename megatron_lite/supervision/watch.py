@@ -9,7 +9,7 @@ rank whose beat has not changed is gone or stopped. The rank in trouble writes t
 store and prints it. The other ranks find the verdict and end without a message.
 
     key         value
-    beat/RANK   BEATS MOVES WHERE, or "left"
+    beat/RANK   BEATS MOVES WHERE, or "left". A wait for other ranks is half a move: MOVES is odd
     verdict     JSON; only the first one counts
 
 The store belongs to rank 0, or to torchrun on rank 0's node. If the store is gone, every rank
@@ -56,6 +56,9 @@ LOST = (
     "NCCL remote",
     "remote process",
 )
+PACKAGE = __name__.partition(".")[0] + "."
+# The modules that wait for other ranks (parallel/collectives.py), and this one.
+WAITS = (__name__, PACKAGE + "parallel.collectives", PACKAGE + "pipeline.executor")
 LATE = ("Timed out waiting", "timed out", "Watchdog caught collective operation timeout")
 
 
@@ -256,7 +259,7 @@ class Watch:
 
     def _beat(self) -> None:
         self._beats += 1
-        beat = f"{self._beats} {self.pulse.moves} {self.pulse.where}"
+        beat = f"{self._beats} {2 * self.pulse.moves + _waits()} {self.pulse.where}"
         self._store.set(f"beat/{self._rank}", beat)
 
     def _arm(self) -> None:
@@ -304,3 +307,11 @@ class Watch:
         is_told = verdict.rank == self._rank or verdict.status > 128
         if not self._left.wait(GRACE_S if self._main_ends or not is_told else 0.0):
             self.leave(verdict)
+
+
+def _waits() -> bool:
+    """Returns whether the main thread waits for other ranks, or says that it did in vain."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame and not (name := frame.f_globals.get("__name__", "")).startswith(PACKAGE):
+        frame = frame.f_back
+    return frame is not None and name in WAITS
