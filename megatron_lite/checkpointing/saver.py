@@ -41,6 +41,7 @@ from .directory import SaveDirectory
 from .metadata import MANIFEST, FileRow, Manifest
 from .shards import write_tensors
 from .state import Snapshot
+from .step_files import step_directory
 
 # What becomes of an action. REFUSED: trying again is of no use, as after a lost lock. FAILED: the
 # file system refused something. The lowest of all ranks counts.
@@ -60,6 +61,7 @@ class Saver:
 
     directory: of `claim_directory`.
     say: logs a line.
+    published: is called with each step that is durable, by the thread that writes it.
     tokenizer: the contents of the tokenizer's files, which every step stores; rank 0 writes them.
     copies: whether a snapshot must copy its tensors, because training goes on during the write.
     Use it as a context manager. At the end of the block it waits for a save under way and releases
@@ -79,6 +81,7 @@ class Saver:
         self._under_way: Future[list[str]] | None = None
         self.failure: SaveFailed | None = None  # of the last save; None if it is durable
         self.say = lambda line: None
+        self.published: Callable[[Path], object] = lambda step: None
         self.tokenizer: Mapping[str, bytes] = {}
 
     @property
@@ -222,6 +225,7 @@ class Saver:
             for own in self._everywhere(snapshot, lambda: _write_files(temporary, snapshot)):
                 rows |= {name: FileRow(*row) for name, row in own.items()}
             notices, *_ = self._everywhere(snapshot, publish)
+            self.published(step_directory(self._root, iteration))
             done = f"  successfully saved checkpoint from iteration {iteration:7d} to"
             return [f"{done} {self._options.save}", *notices]
         except BaseException:

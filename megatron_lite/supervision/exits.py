@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,7 @@ class Pulse:
     where: the place, for messages.
     moves: how often the place has changed.
     longest: the seconds of the longest limited stretch between two moves.
+    saved: the newest durable step of the run; None if there is none.
     clock: returns the seconds of a clock that never goes back.
 
     A stretch is limited if no later stretch should take much longer. The first iteration and the
@@ -55,6 +57,7 @@ class Pulse:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.where, self.moves, self.longest = START_UP, 0, 0.0
+        self.saved: Path | None = None
         self._clock, self._limited, self._since = clock, False, clock()
 
     def at(self, where: str, *, limited: bool = True, growth: float = 1.0) -> None:

@@ -198,6 +198,8 @@ class Watch:
             text = (
                 f"{self._program}: [rank {self._rank}] stops at {self.pulse.where}: {verdict.text}"
             )
+            if self.pulse.saved:
+                text += f"; the newest checkpoint is {self.pulse.saved}"
             with contextlib.suppress(OSError):  # standard error is full or closed
                 os.write(sys.stderr.fileno(), f"{printable(text)}\n".encode())
         if self._lingers and self._thread is not None:

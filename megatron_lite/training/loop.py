@@ -127,6 +127,7 @@ class Trainer:
                 exits.begin()
                 if self.saver is not None:
                     self.saver.say = log.line
+                    self.saver.published = partial(setattr, exits.pulse, "saved")
                 budget, patched = self.config.recompute.activation_memory_budget, nullcontext()
                 if budget is not None:
                     patched = compiler_settings().patch(activation_memory_budget=budget)
@@ -408,6 +409,7 @@ class Trainer:
         self.progress, saved = start.progress, start.saved
         if self.config.checkpoint.continues and saved is not None:
             self._saved_at = self.progress.iteration
+            self.exits.pulse.saved = saved.path
             before, now = saved.metadata.computed_on, described(self.parallel.device)
             if before not in ("", now):
                 notices.append(
