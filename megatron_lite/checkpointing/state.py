@@ -32,6 +32,12 @@ from .shards import SavedStep, kind_of
 from .start import Start
 from .step_files import CONFIG, METADATA, parameters_file, rng_file, shard_file
 
+# Settings of a run on which the order of its samples depends: the seed and the length.
+ORDER = (
+    *("seed", "train_iters", "train_samples"),
+    *("global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
+)
+
 
 def load_checkpoint(
     start: Start,
@@ -75,6 +81,16 @@ def load_checkpoint(
     if start.weights_only:
         asked = "--finetune" if options.finetune else "--pretrained-checkpoint"
         return [*notices, f"{asked}: weights only, starting at iteration 0"]
+    changed = [
+        flag(name)
+        for name in ORDER
+        if getattr(config.training, name) != getattr(saved.config.training, name)
+    ]
+    if changed and metadata.progress.consumed_samples and not config.data.mock_data:
+        notices.append(
+            f"{' and '.join(changed)} can change the order of the samples, of which the run has "
+            "read the first: some may come again, others never. The checkpoint's values keep it"
+        )
     if optimizer and "optimizer" in metadata.missing:
         notices.append(f"{step} holds no optimizer states (it was converted): they start from zero")
     elif optimizer and not options.no_load_optim:

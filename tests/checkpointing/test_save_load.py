@@ -238,3 +238,4 @@ def test_the_same_data_elsewhere_is_the_same_and_so_is_another_order_of_it(begun
     printed = capsys.readouterr().out
     for change in ("--seed 1234 -> 5", "--train-iters 3 -> 4"):
         assert f"changed since the checkpoint: {change}" in printed
+    assert "--seed and --train-iters can change the order of the samples" in printed
