@@ -135,7 +135,8 @@ def _null(config: TokenizerConfig) -> Tokenizer:
         for token in ids:
             if not 0 <= token < eod:
                 raise ValueError(
-                    f"token id {token} is not in [0, {eod}): give a larger --vocab-size"
+                    f"token id {token} is not in [0, {eod}): give ids below --vocab-size {eod}, "
+                    "or data and model a larger one"
                 )
         return ids
 

@@ -78,7 +78,7 @@ BAD_LINES = {
     '{"body": "1"}': "in.jsonl:3: expected a string under 'text', found only body (--json-keys",
     '{"text": 7}': "in.jsonl:3: expected a string under 'text', found int",
     '{"text": "1 x"}': "in.jsonl:3: --tokenizer-type NullTokenizer takes token ids",
-    '{"text": "50"}': "in.jsonl:3: token id 50 is not in [0, 50)",
+    '{"text": "50"}': "in.jsonl:3: token id 50 is not in [0, 50): give ids below",
     '{"text": "99999999999999999999"}': (
         "in.jsonl:3: token id 99999999999999999999 is not in [0, 50)"
     ),
