@@ -51,7 +51,7 @@ def test_a_stopped_rank_is_named_after_the_timeout(layout, rank, place, where):
 
 @pytest.mark.long
 def test_a_rank_that_waits_outside_a_collective_is_named_and_writes_its_own_stack():
-    """As when a file system does not answer: the process lives, and its stack says where."""
+    """As when a file system does not answer: the process lives."""
 
     def hangs_here():
         threading.Event().wait()
@@ -62,8 +62,9 @@ def test_a_rank_that_waits_outside_a_collective_is_named_and_writes_its_own_stac
         ) as run:
             run.ends(1, 1)
             (message,) = run.messages()
-            text = f"stops at iteration 3: no progress for more than {limit:g} s: rank 1 is behind"
-            assert text in message
+            assert (
+                f"iteration 3: no progress for more than {limit:g} s: rank 1 is behind" in message
+            )
             assert "in hangs_here" in run.errors(
                 1
             ) and "[rank 0] stacks of all threads" in run.errors(0)

@@ -51,9 +51,9 @@ def test_the_others_name_it_and_the_resumed_run_equals_an_uninterrupted_one(
         assert run.wait(1) == [-signal.SIGKILL]
         assert run.wait(0) == [1], run.everything()
         where = f"iteration {iteration}" + (" (validation loss)" if place == "evaluation" else "")
-        newest = f"; the newest checkpoint is {tmp_path}/save/iter_0000003"
         assert run.messages() == [
-            f"pretrain_gpt.py: [rank 0] stops at {where}: rank 1 is gone{newest}"
+            f"pretrain_gpt.py: [rank 0] stops at {where}: rank 1 is gone; "
+            f"the newest checkpoint is {tmp_path}/save/iter_0000003"
         ]
         assert "terminate called" not in run.everything() and "Traceback" not in run.everything()
     completes(*arguments, "--load", str(tmp_path / "save"))
