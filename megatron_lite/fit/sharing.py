@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_lite.parallel.torch_internals import address_of, hooks_in_force
 from megatron_lite.recompute.apply import saved_forms
-from megatron_lite.recompute.contents import tensors_of
+from megatron_lite.recompute.contents import shape_of, tensors_of
 from megatron_lite.recompute.saved import Handle, exchanging, saved_value
 
 from .layers import kind_of
@@ -99,7 +100,7 @@ class Sharing:
     def _begin(self, stack: ExitStack, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled() and (layer := self._layers[module]) not in self.forms:
             given = tensors_of((args, kwargs))
-            self.forms[layer] = tuple((each.shape, each.requires_grad) for each in given)
+            self.forms[layer] = tuple((shape_of(each), each.requires_grad) for each in given)
             self.tensors[layer] = [*map(self._number_of, given)]
             noted, outer = list[Any](), hooks_in_force()
 
@@ -119,7 +120,11 @@ class Sharing:
             # A layer that is rebuilt, but saves nothing, lets its arguments go.
             found = [(number, form) for kept, number, form in noted if kept()]
             forms = saved_forms(module) or [form for _, form in found]
-            num_bytes = sum(shape.numel() * dtype.itemsize for shape, dtype, *_ in forms)
+            # The length of a jagged tensor is no int.
+            num_bytes = sum(
+                prod(n for n in shape if isinstance(n, int)) * dtype.itemsize
+                for shape, dtype, *_ in forms
+            )
             self.needs[layer] = len(forms), num_bytes
             held = tensors_of(results) or tensors_of(getattr(results, "__dict__", ()))
             self.tensors[layer] += map(self._number_of, held)

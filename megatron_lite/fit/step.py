@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from megatron_lite.memory.measure.live_storages import is_out_of_memory
 from megatron_lite.parallel.torch_internals import has_values, tree_map_only, unreduced_gradients
 from megatron_lite.parallel.weights import local_part
-from megatron_lite.recompute.contents import Contents, Part, mapped, sharded, tensors_of
+from megatron_lite.recompute.contents import Contents, Part, mapped, shape_of, sharded, tensors_of
 from megatron_lite.recompute.randomness import drawn_again, global_states
 
 from .gauges import Gauge, Reading
@@ -186,7 +186,7 @@ class Step:
     def _see_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._is_compiled |= torch.compiler.is_compiling()  # a compiler takes the hook along
         tensors = tensors_of((args, kwargs))
-        self._shapes[0].append([tuple(each.shape) for each in tensors])
+        self._shapes[0].append([*map(shape_of, tensors)])
         if (size := sum(each.numel() for each in tensors)) > self._largest[0]:
             self._largest = size, (args, kwargs)
         # Clones stand for what the step may have made itself. A GPU's allocator counts the largest.
@@ -196,7 +196,7 @@ class Step:
     def _see_inputs_of_layer(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
         # A compiler takes the hook along.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._shapes[1][layer].add(tuple(x.shape for x in tensors_of((args, kwargs))))
+            self._shapes[1][layer].add((*map(shape_of, tensors_of((args, kwargs))),))
 
     def _mark(self, event: Event, *_: Any) -> None:
         # The gradients of several results begin one backward.

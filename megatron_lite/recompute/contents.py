@@ -80,6 +80,12 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
 
 
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """Returns the shape of a tensor, of a nested one that of its values: each jagged tensor has a
+    length of its own, which is equal to no other."""
+    return tuple((tensor.detach().values() if tensor.is_nested else tensor).shape)
+
+
 @contextmanager
 def unobserved() -> Iterator[None]:
     """Hides operations from modes and from autograd: they are no part of the function."""

@@ -492,6 +492,10 @@ def test_a_step_of_changing_shapes_counts_with_the_largest():
     largest = fit_and_remove(model, step_of(model, 2, 60))
     assert fit.measured == largest.measured  # the step might make it, as here
     assert "other shapes each time" in str(fit) and "other shapes" not in str(largest)
+    jagged = torch.nested.as_nested_tensor
+    model.embedding.register_forward_hook(lambda *given: jagged([*given[2]], layout=torch.jagged))
+    model.head.register_forward_hook(lambda *given: given[2].values()[None])
+    assert "other shapes" not in str(fit_memory_(model, None, step=step_of(model)))
 
 
 @pytest.mark.usefixtures("two_actions")
