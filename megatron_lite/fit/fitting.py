@@ -24,7 +24,7 @@ from .layers import layer_lists
 from .measurement import Measurement
 from .plans import ENDLESS, Plan, fastest, neighbours, smallest
 from .ranks import OtherShapes, all_ranks
-from .step import COMPILED, unchanged
+from .step import COMPILED, unchanged, without_layerdrop
 
 TRIES = 5  # of plans that may turn out to be above the budget, or far below what was predicted
 TOLERANCE = 0.01  # by which a prediction may be too high
@@ -112,11 +112,13 @@ def confirmed_fit(
         if None in every and any(every):
             raise ValueError(f"budgets {every} of the ranks: give each rank a budget, or none")
         limit = limit and min(every)
-        with unchanged(model):
+        with unchanged(model), without_layerdrop(model) as notes:
             measured = partial(Measurement, model, lists, optimizer=optimizer, ranks=ranks)
             if not maximize or not limit:
-                return fitted(measured(step), limit)
-            return _largest_batch(lambda batch: measured(lambda: step(batch)), limit)
+                fit = fitted(measured(step), limit)
+            else:
+                fit = _largest_batch(lambda batch: measured(lambda: step(batch)), limit)
+            return replace(fit, notes=notes + fit.notes)
 
 
 def _check_step(step: Any, *, takes_batch: bool) -> None:

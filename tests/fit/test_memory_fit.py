@@ -164,11 +164,11 @@ class Looped(Block):
 class Dropped(Looped):
     """Chance may drop it."""
 
-    rate = 0.0
+    rate, config = 0.0, SimpleNamespace(layerdrop=0.0)
 
     @property
     def times(self):
-        return random.random() >= self.rate
+        return random.random() >= max(self.rate, self.config.layerdrop)
 
 
 def with_layers(model, *layers):
@@ -503,8 +503,10 @@ def test_layers_that_chance_drops_count():
     model = with_layers(Model([]), *(Dropped(32, 64) for _ in range(6)))
     model.part0[1].rate, step = 1.0, step_of(model)
     random.seed(3)
+    model.part0[2].config = config = SimpleNamespace(layerdrop=1.0)
     whole = fit_and_remove(model, step)
-    Dropped.rate = 0.3
+    assert "layerdrop was 0" in str(whole) and config.layerdrop
+    Dropped.rate, config.layerdrop = 0.3, 0.0
     fit = fit_memory_(model, f"{9 * whole.measured // 10}B", step=step)
     assert "chance drops layers of part0" in str(fit) and "chance" not in str(whole)
     Dropped.rate = 0.0
