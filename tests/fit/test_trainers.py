@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
 
-from megatron_lite.api import fit_memory_
+from megatron_lite import api
 
 pytestmark = pytest.mark.usefixtures("two_actions")
 
@@ -40,9 +40,7 @@ def language_model():
 
 def rows():
     """Samples, of which the last two are the longest."""
-    generator = torch.Generator().manual_seed(2)
-    drawn = [torch.randint(0, 60, (length,), generator=generator) for length in (20, 20, 35, 35)]
-    return [{"input_ids": each, "labels": each} for each in drawn]
+    return [{"input_ids": each, "labels": each} for each in map(torch.arange, (20, 20, 35, 35))]
 
 
 def weights(model):
@@ -64,17 +62,9 @@ def check(train, share=0.8):
         assert torch.equal(one, other) and torch.equal(one, each)
 
 
-def callback_of(budget, **settings):
-    """Returns a callback with the budget. The import takes seconds of every process that collects
-    this file, so it is late."""
-    from megatron_lite.fit.trainer_callback import MemoryBudgetCallback
-
-    return MemoryBudgetCallback(budget, **settings)
-
-
 def trained(trainer, budget):
     """Trains with a budget or without. Returns the weights and the fit."""
-    callback = None if budget is None else callback_of(budget)
+    callback = budget and api.MemoryBudgetCallback(budget)  # a late import
     trainer.add_callback(callback or transformers.TrainerCallback())
     trainer.train()
     return weights(trainer.model), callback and callback.fit
@@ -103,9 +93,10 @@ class Summed:
 
     def compute_loss(self, model, inputs, *_, **__):
         assert model.training
-        self.losses["train"].append(inputs["input_ids"].shape[1])
+        length = inputs["input_ids"].shape[1]
+        self.losses["train"].append(length)
         accumulates = any(each.grad is not None for each in model.parameters())
-        self.measured.calls.append((inputs["input_ids"].shape[1], accumulates))  # stays
+        self.measured.calls.append((length, accumulates))  # stays
         logits = model(input_ids=inputs["input_ids"]).logits
         return nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten())
 
@@ -140,9 +131,9 @@ def test_the_trainer_of_transformers_is_measured_by_its_own_step(tmp_path, capsy
 
 def test_a_budget_outside_of_a_trainer_says_what_to_call():
     with pytest.raises(ValueError, match="maximize: .*per_device_train_batch_size"):
-        callback_of("1GiB", maximize="batch")
+        api.MemoryBudgetCallback("1GiB", maximize="batch")
     with pytest.raises(ValueError, match="call fit_memory_"):
-        callback_of("1GiB").on_train_begin(None, None, None)
+        api.MemoryBudgetCallback("1GiB").on_train_begin(None, None, None)
 
 
 def test_sft_with_an_adapter_trains_to_the_same_bits(tmp_path):
@@ -167,53 +158,44 @@ def test_sft_with_an_adapter_trains_to_the_same_bits(tmp_path):
     check(train, 0.9)  # the loss of TRL takes more than the layers
 
 
-def lightning_classes():
-    """Lightning, a module and a callback for it."""
+@pytest.mark.filterwarnings("ignore")  # of Lightning
+def test_lightning_trains_to_the_same_bits(tmp_path):
     lightning = pytest.importorskip("pytorch_lightning")
 
     class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.model = language_model().train()
-
         def training_step(self, batch, number):
             loss = self.model(**batch).loss
-            self.log("loss", loss)
+            self.log("loss", loss, on_step=True)
             return loss
 
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters())
 
-    class Budget(lightning.Callback):
-        def __init__(self, budget):
-            self.budget = budget
-
-        def on_train_start(self, trainer, module):
-            with torch.random.fork_rng():
-                batch = trainer.strategy.batch_to_device(next(iter(trainer.train_dataloader)))
-            self.fit = fit_memory_(
-                module,
-                self.budget,
-                step=lambda: trainer.strategy.training_step(batch, 0).backward(),
-                optimizer=trainer.optimizers[0],
-            )
-
-    return lightning, Module, Budget
-
-
-@pytest.mark.filterwarnings("ignore")  # of Lightning
-def test_lightning_trains_to_the_same_bits(tmp_path):
-    lightning, module, budgeted = lightning_classes()
-
     def train(budget):
-        callback = None if budget is None else budgeted(budget)
+        fit = None
+
+        def start(trainer, module, batch, number):
+            nonlocal fit
+            if budget and not fit:
+                module.log = lambda *_, **__: None
+                run = trainer.strategy.training_step
+                fit = api.fit_memory_(
+                    module,
+                    budget,
+                    step=lambda: [run(batch, 0).backward() for _ in range(2)],
+                    optimizer=trainer.optimizers[0],
+                )
+                del module.log
+
         trainer = lightning.Trainer(
             max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False,
-            callbacks=callback, enable_progress_bar=False, default_root_dir=tmp_path,
+            callbacks=lightning.callbacks.LambdaCallback(on_train_batch_start=start),
+            enable_progress_bar=False, default_root_dir=tmp_path,
         )  # fmt: skip
-        model = module()
-        trainer.fit(model, torch.utils.data.DataLoader(rows(), batch_size=2))
-        return weights(model), callback and callback.fit
+        model = Module()
+        model.model = language_model().train()
+        trainer.fit(model, torch.utils.data.DataLoader(rows(), 2))
+        return weights(model), fit
 
     check(train)
 
@@ -227,17 +209,14 @@ def test_accelerate_trains_to_the_same_bits():
         model, optimizer, loader = accelerator.prepare(
             plain, torch.optim.AdamW(plain.parameters()), torch.utils.data.DataLoader(rows(), 2)
         )
-        if budget is not None:
-            batch = next(iter(loader))
-            fit = fit_memory_(
-                model,
-                budget,
-                step=lambda: accelerator.backward(model(**batch).loss),
-                optimizer=optimizer,
-            )
-        torch.manual_seed(3)
-        for batch in loader:
+
+        def run():
             accelerator.backward(model(**batch).loss)
+
+        for batch in loader:  # noqa: B007
+            if budget and not fit:
+                fit = api.fit_memory_(model, budget, step=run, optimizer=optimizer)
+            run()
             optimizer.step()
             optimizer.zero_grad()
         return weights(model), fit
