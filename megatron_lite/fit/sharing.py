@@ -105,7 +105,7 @@ class Sharing:
             noted, outer = list[Any](), hooks_in_force()
 
             def note(tensor: Tensor) -> Handle:
-                kept, form = saved_value(tensor, outer), (tensor.shape, tensor.dtype)
+                kept, form = saved_value(tensor, outer), (shape_of(tensor), tensor.dtype)
                 noted.append((weakref.ref(kept), self._number_of(tensor), form))
                 return kept
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from .contents import Contents, kind_of
+from .contents import Contents, kind_of, shape_of
 from .layer_state import state_of
 
 MAX_SHAPES = 4  # so many sets of shapes are verified, because lengths may vary for ever
@@ -45,7 +45,7 @@ class Signature(NamedTuple):
             *map(itemgetter(0), states),
             *settings,
         )
-        return cls(hash(kinds), tuple([tuple(each.shape) for each in tensors]))
+        return cls(hash(kinds), tuple(map(shape_of, tensors)))
 
 
 class Guard:

@@ -27,7 +27,6 @@ from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -46,7 +45,7 @@ from megatron_lite.parallel.torch_internals import (
 )
 
 from .call_arguments import Arguments
-from .contents import CONSTANT, hash_last
+from .contents import CONSTANT, hash_last, shape_of
 from .guard import Guard, Signature
 from .layer_state import LayerState, Written
 from .ops import KeptResults
@@ -156,7 +155,12 @@ MOST_OF_ONE_OPERATOR = 3
 
 Saved = tuple[Tensor, int | None]  # a tensor that is saved for backward, and its version
 Form = tuple[tuple[int, ...], torch.dtype, torch.device]  # what a replay must repeat of it
-form_of = attrgetter("shape", "dtype", "device")
+
+
+def form_of(tensor: Tensor) -> Form:
+    """Returns the form of a saved tensor."""
+    shape = tensor.shape if tensor.layout == torch.jagged else shape_of(tensor)
+    return shape, tensor.dtype, tensor.device
 
 
 class _LayerCall:

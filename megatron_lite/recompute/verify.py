@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from megatron_lite.parallel.tensor_hash import quick_hash, read
 from megatron_lite.parallel.torch_internals import base_of
 
+from .contents import shape_of
 from .randomness import Generators, Randomness
 
 STREAM = "RNG stream"
@@ -124,7 +125,7 @@ class Execution:
         """Takes note of a tensor. hashed: its hash, if there is one already."""
         is_choice = not (tensor.is_floating_point() or tensor.is_complex())  # an index, or a mask
         values = f" of {tensor.dtype}" if is_choice else ""
-        self.places.append(f"{place} {list(tensor.shape)}{values}")
+        self.places.append(f"{place} {list(shape_of(tensor))}{values}")
         self.hashes.append(quick_hash(tensor) if hashed is None else hashed)
 
     def see_streams(self, when: str, rng: Generators | None) -> None:
