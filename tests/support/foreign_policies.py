@@ -64,8 +64,9 @@ def faults(name, text, situation="two micro-batches", *, verify="first"):
         if situation == MUST_REFUSE:
             return []
         # A clear message names a layer, recomputation or the API, has no flags, and is short.
-        names = re.search(r"\.\d+\b|recomput|policy", message := str(error))
-        is_clear = names and "--" not in message and len(message) <= 800
+        is_clear = re.search(r"\.\d+\b|recomput|policy", message := str(error)) and (
+            "--" not in message and len(message) <= 800
+        )
         return [] if is_clear and foreign.may_refuse else [f"{type(error).__name__}: {message}"]
     if isinstance(expected, str):
         return ["the weights that the forward did not have were used without a word"]
