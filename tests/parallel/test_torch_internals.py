@@ -20,8 +20,7 @@ INTERNALS = ROOT / "megatron_lite/parallel/torch_internals.py"
 LIBRARY = sorted((ROOT / "megatron_lite").rglob("*.py"))
 # Private names of other libraries, and the registries of every torch.nn.Module.
 ELSEWHERE = {
-    *("_replace", "_asdict", "_fields"),
-    *("_exit", "_getframe", "_run_exitfuncs"),
+    *("_replace", "_asdict", "_fields", "_exit", "_getframe", "_current_frames", "_run_exitfuncs"),
     *("_option_string_actions", "_group_actions"),
     "_from_config",  # of transformers
     *("_parameters", "_buffers", "_modules"),
