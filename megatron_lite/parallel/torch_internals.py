@@ -251,7 +251,7 @@ tree_path_text = private("torch.utils._pytree.keystr")
 
 # Operators: the schema of one, and those that take lists of tensors.
 schema_of = attribute("torch.ops.aten.relu.default._schema")
-HigherOrderOperator = private("torch._ops.HigherOrderOperator")
+OpOverload = private("torch._ops.OpOverload")
 foreach_copy_ = private("torch._foreach_copy_")
 foreach_mul_ = private("torch._foreach_mul_")
 foreach_norm = private("torch._foreach_norm")

@@ -28,8 +28,8 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.policy import GROUPS, IN_GROUPS, Choice, parse_entry
 from megatron_lite.parallel.torch_internals import (
     KEY_OF_VERSIONS,
-    HigherOrderOperator,
     KeepsResults,
+    OpOverload,
     address_of,
     schema_of,
     tree_leaves,
@@ -184,7 +184,7 @@ class _Numbering(KeepsResults):
         self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._kept.counting is self and not isinstance(func, HigherOrderOperator):
+        if self._kept.counting is self and isinstance(func, OpOverload):
             if func in self._kept.operators:
                 self._numbers[func] += 1
                 return self._run((func, self._numbers[func]), args, kwargs)
