@@ -126,8 +126,6 @@ def main():
 def counts(root):
     """Yields the counts of a checkout, with their names."""
     library = [*_sources(root / "megatron_lite"), root / "arguments.py", root / "pretrain_gpt.py"]
-    texts = [path.read_text() for path in library]
-    trees = [ast.parse(text) for text in texts]
     yield "tokens of the library", tokens_of(library)
     yield "files of the library", len(library)
     yield "tokens of tests", tokens_of(_sources(root / "tests"))
@@ -142,7 +140,7 @@ def counts(root):
     yield "own functions in one plain step", functions
     yield "tokens that a training process has loaded", tokens_of([Path(one) for one in loaded])
     yield "own calls in one forward of a column-parallel linear layer", calls
-    nodes = [node for tree in trees for node in ast.walk(tree)]
+    nodes = [node for path in library for node in ast.walk(ast.parse(path.read_text()))]
     names = [node.name for node in nodes if isinstance(node, ast.FunctionDef)]
     yield "functions named *notices*", sum("notices" in name for name in names)
     called = [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)]
@@ -157,9 +155,9 @@ def counts(root):
     yield "pages of docs", len(pages)
     # The lines of a table are no words.
     yield "words of docs", sum(len(re.findall(r"\S*\w\S*", page.read_text())) for page in pages)
-    data = [path for one in ("json", "html") for path in (root / "megatron_lite").rglob(f"*.{one}")]
-    for path in sorted(data):
-        yield f"bytes of {path.relative_to(root / 'megatron_lite')}", path.stat().st_size
+    own = root / "megatron_lite"
+    for path in sorted(path for one in ("json", "html") for path in own.rglob(f"*.{one}")):
+        yield f"bytes of {path.relative_to(own)}", path.stat().st_size
 
 
 def tokens_of(paths):
@@ -169,8 +167,13 @@ def tokens_of(paths):
 
 @cache
 def _tokens(path):
-    read = io.StringIO(path.read_text()).readline
-    return sum(token.type not in IGNORED for token in tokenize.generate_tokens(read))
+    count = inside = 0
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        count += not inside and token.type not in IGNORED
+        # Since Python 3.12 the parts of an f-string are tokens.
+        name = tokenize.tok_name[token.type]
+        inside += name.endswith("STRING_START") - name.endswith("STRING_END")
+    return count
 
 
 def _sources(folder):

@@ -159,12 +159,14 @@ def test_python_s_own_pickles_of_plain_values_are_read_alike():
     }
     record = argparse.Namespace(a=1, path=Path("/x"), kind=signal.SIGTERM)
     for protocol in (2, 3, 4, 5):
-        found = read_pickle(pickle.dumps([plain, {("a", 1): 2}, record], protocol=protocol), "f")
+        values, keys, made = read_pickle(
+            pickle.dumps([plain, {("a", 1): 2}, record], protocol), "f"
+        )
         if protocol > 2:  # which has no bytes, and calls a function that makes them
-            assert found[0] == plain
-        assert [*found[1].values()] == [2]  # under a record: no file can foresee its hash
-        assert isinstance(found[2], Inert) and found[2].kind == "argparse.Namespace"
-        assert found[2].a == 1 and found[2].path.kind == "pathlib.PosixPath"
+            assert values == plain
+        assert [*keys.values()] == [2]  # under a record: no file can foresee its hash
+        assert isinstance(made, Inert) and made.kind == "argparse.Namespace"
+        assert made.a == 1 and made.path.kind.endswith("PosixPath")
 
 
 def test_an_operation_that_nobody_has_thought_about_is_refused():
