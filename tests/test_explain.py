@@ -30,8 +30,7 @@ def test_with_a_vocabulary_size_the_tokenizers_files_may_be_missing():
     missing = ["--vocab-file", "nowhere.json", "--merge-file", "nowhere.txt"]
     found = ended(main, [*EXPLAIN, *missing])
     assert found.status == 0 and "V 128, fp32" in found.out  # 98 ids, rounded up
-    error = fault_of(main, [*EXPLAIN[:-2], *missing])
-    assert "--vocab-file nowhere.json: no such file" in error
+    assert "--vocab-file nowhere.json: no such file" in fault_of(main, [*EXPLAIN[:-2], *missing])
 
 
 def test_the_last_lines_name_the_planner_which_takes_the_run(tmp_path):

@@ -98,8 +98,7 @@ def test_a_flag_changes_its_field_from_megatrons_default_and_nothing_else(row):
         words = ["3,0"]
     before = parsed_fields(needs)
     after = parsed_fields(f"{needs} {flag} {' '.join(map(str, words))}")
-    changed = {name for name in after if after[name] != before[name]}
-    assert changed == {field, *also.split()}
+    assert {name for name in after if after[name] != before[name]} == {field, *also.split()}
     assert after[field] == value and type(after[field]) is type(value)
 
 

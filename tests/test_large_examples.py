@@ -44,8 +44,7 @@ class Facts:
 
     def __init__(self, name, settings=""):
         self.config = config_of(name, settings)
-        report = explain(self.config, "cuda")
-        first = report.ranks[0]
+        first = explain(self.config, "cuda").ranks[0]
         self.kept_bytes, self.in_flight = first.kept_bytes, first.in_flight
         self.peak_bytes = first.peak_bytes
         self.in_all_gib = (
@@ -116,8 +115,7 @@ def test_the_header_has_the_predicted_bytes(name):
             f"{facts.in_all_gib:13.1f}",
         ]
     source = (LARGE / f"{name}.sh").read_text()
-    table = source[source.index(HEADING) :].split("\n#\n")[0]
-    assert table == "\n".join(expected)
+    assert source[source.index(HEADING) :].split("\n#\n")[0] == "\n".join(expected)
 
 
 def test_several_machines_meet_where_they_are_told():

@@ -127,8 +127,7 @@ def test_incomplete_steps_are_not_counted_and_not_deleted(tmp_path):
     # an old one that this version cannot read
     (tmp_path / "iter_0000003").rename(tmp_path / "iter_0000000")
     run_to_end(saving_run(tmp_path, 3, save_interval=None, save_keep_last=2))
-    kept = ["iter_0000000", "iter_0000001", "iter_0000003"]
-    assert names(tmp_path) == kept
+    assert names(tmp_path) == ["iter_0000000", "iter_0000001", "iter_0000003"]
 
 
 def test_steps_that_were_set_aside_go_once_the_run_has_come_as_far(tmp_path):

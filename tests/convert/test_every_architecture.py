@@ -37,7 +37,7 @@ OTHERS = {"cwm", "deepseek_v2", "deepseek_v3", "dots1", "glm4_moe_lite", "granit
 OTHERS |= {"granitemoeshared", "youtu"}
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - OTHERS))
+@pytest.mark.parametrize("name", sorted({*transformers.CONFIG_MAPPING} & FAMILIES.keys() - OTHERS))
 def test_a_missing_key_has_the_default_of_transformers(name):
     """Left out is all but sizes, which every config.json has."""
     named = {row["field"]: key for key, row in FAMILIES[name]["keys"].items()}

@@ -29,8 +29,7 @@ def logits(folder, tokens, ranks):
     saved, _ = find_step(str(folder))
     config = generation.config_for_ranks(saved.config, ranks, "gloo")
     with parallel_state(config.parallel, seed=1) as parallel, torch.no_grad():
-        model = generation.load_model(saved, config, parallel)
-        return model(torch.tensor([tokens]))[0].clone()
+        return generation.load_model(saved, config, parallel)(torch.tensor([tokens]))[0].clone()
 
 
 def test_logits_are_those_of_transformers(smollm2):

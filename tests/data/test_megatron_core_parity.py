@@ -106,8 +106,7 @@ def test_training_validation_and_test_tokens_agree(tmp_path, words, num_samples)
     }
     if "data" in words:
         paths["split"] = "70, 20, 10"
-    data = DataConfig(seq_length=16, **paths)
-    assert compared(data, num_samples) >= num_samples[0]
+    assert compared(DataConfig(seq_length=16, **paths), num_samples) >= num_samples[0]
 
 
 @in_one_test("case", range(60))

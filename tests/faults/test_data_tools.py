@@ -152,8 +152,7 @@ def test_a_line_without_an_end_is_not_read_to_its_end(tmp_path):
         file.truncate(1 << 40)
     before = _bytes_read()
     assert preprocess_data.main(_flags(tmp_path / "in.jsonl", tmp_path / "out")) == 2
-    words = f"--input {tmp_path}/in.jsonl --output {tmp_path}/out"
-    assert train_tokenizer.main(words.split()) == 2
+    assert train_tokenizer.main(f"--input {tmp_path}/in.jsonl --output {tmp_path}/out".split()) == 2
     assert _bytes_read() - before < 1 << 30
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 8 << 20  # KiB
 

@@ -60,8 +60,7 @@ def held(run):
         trainer.optimizer.layout.publish = remember
         trainer.run()
         weights = list(trainer.model.parameters())
-        numels = [one.numel() for one in weights]
-        assert rank_parameter_count(run, parallel.pp_rank) == sum(numels)
+        assert rank_parameter_count(run, parallel.pp_rank) == sum(one.numel() for one in weights)
         own = addresses(local(weights))
         pieces = trainer.optimizer.layout.pieces
         masters = [piece for piece in pieces if not own & addresses([piece.master])]

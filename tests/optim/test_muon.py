@@ -158,8 +158,7 @@ def test_query_key_and_value_rows_are_three_matrices_unless_told_otherwise(split
         mean = 0.1 * optimizer.layout.gradients.grads[name]
         for rows_of in pieces:
             expected = before[name][rows_of] - 0.01 * update_of(mean[rows_of])
-            found = model.get_parameter(name).detach()[rows_of]
-            assert difference(expected, found) < 1e-12, name
+            assert difference(expected, model.get_parameter(name).detach()[rows_of]) < 1e-12, name
 
 
 MATRIX_SHAPES = [(7, 7), (5, 9), (9, 5), (12, 1)]

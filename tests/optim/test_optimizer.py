@@ -184,8 +184,7 @@ def test_zeros_of_a_gradient_are_counted_once_over_all_ranks():
     config = variant_config("gpt2")
 
     def work(parallel):
-        model = build_tiny_model(config, parallel)
-        optimizer = Optimizer(model, OptimizerConfig(), parallel)
+        optimizer = Optimizer(build_tiny_model(config, parallel), OptimizerConfig(), parallel)
         fresh = int(optimizer.num_zeros_in_grad())
         for grad in optimizer.layout.gradients.grads.values():
             grad.fill_(1.0)

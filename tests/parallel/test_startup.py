@@ -75,8 +75,7 @@ def test_a_run_reads_nothing_of_one_before_it_in_the_same_store():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     own = launch(server.port, rank=0)._replace(world_size=1, agent_owns_store=True)
     for process in 0, 0, 1:  # another launch has its own connection, as a new process has
-        store = meet(own._replace(local_rank=process), {}, tp_size=1, timeout=LONG)
-        assert store.add("", 1) == 1
+        assert meet(own._replace(local_rank=process), {}, tp_size=1, timeout=LONG).add("", 1) == 1
 
 
 def test_nobody_who_listens_is_named_with_the_flag():

@@ -95,8 +95,7 @@ def test_attention_to_packed_documents_takes_the_share_that_is_attended():
     flops, with_one_more = flops_of(config), flops_of(config, "*:core_attn")
     # two products in forward, and five in backward
     expected = flops - 0.75 * 3.5 * (with_one_more - flops)
-    found = seconds(packed, machine=HALF)
-    assert found == pytest.approx(expected / 8 / 1e12, rel=1e-6)
+    assert seconds(packed, machine=HALF) == pytest.approx(expected / 8 / 1e12, rel=1e-6)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -27,6 +27,8 @@ def _random(name, *, model_class="", **config):
 
     def build():
         transformers = pytest.importorskip("transformers")
+        if name not in transformers.CONFIG_MAPPING:  # that of Python 3.10 lacks two
+            pytest.skip(name)
         torch.manual_seed(11)
         settings = transformers.AutoConfig.for_model(
             name,

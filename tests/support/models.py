@@ -305,8 +305,7 @@ class Outcome:
 
 def loss_and_grads(model, parallel, *, seq_length=SEQ_LENGTH):
     """Runs two micro-batches forward and backward through the product's own gradient buffer."""
-    parameters = dict(model.named_parameters())
-    buffer = GradBuffer(parameters, parallel)
+    buffer = GradBuffer(dict(model.named_parameters()), parallel)
     total = torch.zeros((), dtype=torch.float64)
     for number in range(2):
         tokens, labels = sample_tokens(number, parallel=parallel, seq_length=seq_length)

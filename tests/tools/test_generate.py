@@ -228,8 +228,7 @@ def test_ids_that_the_tokenizer_lacks_are_not_drawn(checkpoint, monkeypatch):
         "megatron_lite.tools.generation.build_tokenizer",
         lambda config: build_tokenizer(config)._replace(vocab_size=20),
     )
-    found = run_main(checkpoint, "--temperature 9 --top-p 1")
-    assert max(map(int, found.out.split())) < 20
+    assert max(map(int, run_main(checkpoint, "--temperature 9 --top-p 1").out.split())) < 20
 
 
 # --- bad input ---

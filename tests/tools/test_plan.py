@@ -144,8 +144,7 @@ def test_the_command_starts_no_more_nodes_than_the_ranks_need(gpus, nodes):
         "--micro-batch-size 1 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
         f"--context-parallel-size 1 --global-batch-size 48 --gpus {gpus}"
     )
-    text = printed([*SMALL[:4], *fixed.split()])
-    assert f"torchrun {nodes}" in text.replace("\\\n  ", "")
+    assert f"torchrun {nodes}" in printed([*SMALL[:4], *fixed.split()]).replace("\\\n  ", "")
 
 
 def test_models_come_from_presets_files_runs_and_flags(tmp_path):

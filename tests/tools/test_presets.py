@@ -136,8 +136,7 @@ PARTS = [
 @in_one_test("system, part, wanted, notes", PARTS)
 def test_the_flags_and_the_notes(system, part, wanted, notes):
     """And the launcher accepts the flags."""
-    config = parsed(system, part)
-    translation = translated(config, system, size(system))
+    translation = translated(parsed(system, part), system, size(system))
     assert launched(translation.flags, 6) == ""
     assert " ".join(translation.flags).removeprefix("--recompute-policy ") == wanted
     found = [note.split()[1] for note in translation.notes]

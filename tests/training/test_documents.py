@@ -81,8 +81,7 @@ def one_by_one(name, seeds, **overrides):
 def packed(name, parallel, layout, **overrides):
     """Returns the same of a packed micro-batch."""
     model = layout.model(variant_config(name, **overrides), parallel)
-    parameters = dict(model.named_parameters())
-    buffer = GradBuffer(parameters, parallel)
+    buffer = GradBuffer(dict(model.named_parameters()), parallel)
     batch = packed_batch(parallel=parallel)
     loss = (model(batch.tokens, batch.labels, batch.documents) * batch.loss_mask).sum()
     loss.backward()
@@ -172,8 +171,7 @@ def test_a_step_has_the_gradients_of_megatrons_formula():
     """One of the micro-batches has no token that counts."""
     batches = [packed_batch(seed=1), packed_batch(seed=2)]
     batches[0].loss_mask[:, 3:] = 0.0  # micro-batches of different weight
-    nothing = with_fields(batches[1], loss_mask=torch.zeros(BATCH, SEQ_LENGTH))
-    batches = [*batches, nothing]
+    batches = [*batches, with_fields(batches[1], loss_mask=torch.zeros(BATCH, SEQ_LENGTH))]
     counts = [int(batch.loss_mask.sum()) for batch in batches]
     assert counts[2] == 0 < counts[0] < counts[1]
     config = variant_config("gpt2")

@@ -59,8 +59,7 @@ def losses(folder):
 
 def test_points_are_on_the_disk_at_once_and_void_from_where_a_later_start_goes_on(tmp_path):
     for done, loss in ((0, 5.0), (2, 7.0)):
-        start = Progress(iteration=done, consumed_samples=4 * done)
-        scalars = TensorBoard(str(tmp_path), start)
+        scalars = TensorBoard(str(tmp_path), Progress(iteration=done, consumed_samples=4 * done))
         for step in range(done + 1, 4):
             scalars.write(step, 4 * step, {"lm loss": loss})
         assert losses(tmp_path)[-1] == (3, loss), "before the file is closed"

@@ -158,8 +158,7 @@ def test_the_scalars_of_every_second_iteration_and_of_evaluations_are_logged(tmp
     fake = Mock()
     provide(monkeypatch, "wandb", fake)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    config = _config(tmp_path)
-    run_to_end(config)
+    run_to_end(_config(tmp_path))
     settings, run = fake.init.call_args.kwargs, fake.init.return_value
     assert settings.pop("config")["model"]["num_layers"] == 2
     names = dict(project="project", name="name", entity=None)

@@ -50,8 +50,7 @@ def test_the_answer_to_a_megatron_checkpoint_is_a_command_that_works(format_name
     converted = tmp_path / "a folder of theirs-converted"
     assert str(converted) in str(error.value)
     # The run goes on from iteration 2, with the same optimizer states.
-    config = tiny_run(train_iters=3, load=converted)
-    assert run_to_end(config).progress.iteration == 3
+    assert run_to_end(tiny_run(train_iters=3, load=converted)).progress.iteration == 3
 
 
 def test_each_format_names_the_other_one(tmp_path):

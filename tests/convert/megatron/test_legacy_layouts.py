@@ -114,8 +114,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout, tp, tied", pairs(LAYOUTS, [1, 2], [True, False]))
 def test_every_layout_gives_the_whole_weights(layout, tp, tied, tmp_path):
     config = tiny_config(**LLAMA, untie_embeddings_and_output_weights=not tied)
-    weights = save(tmp_path, config, LAYOUTS[layout], tp=tp)
-    source = check(tmp_path, weights)
+    source = check(tmp_path, save(tmp_path, config, LAYOUTS[layout], tp=tp))
     assert source.model == config
     assert source.state_keys == ()
     assert "no optimizer states" in source.notes[0]
