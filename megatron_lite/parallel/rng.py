@@ -81,6 +81,10 @@ class RngStreams:
             )
             self._states[name] = self.state()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Gives a copy torch's own generator, from which layers draw."""
+        self.__dict__ |= state | {"generator": default_generator(state["device"])}
+
     @contextmanager
     def fork(self, name: str) -> Iterator[None]:
         """Draws from stream `name` inside the block.

@@ -1,12 +1,12 @@
 """Named RNG streams: which stream a draw belongs to, and that leaving and coming back never repeats
 a number."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams, derive_seed
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def _generator_is_put_back():
 
 
 def streams(seed=1, **place):
-    return RngStreams(CPU, seed=seed, **place)
+    return RngStreams(torch.device("cpu"), seed=seed, **place)
 
 
 def draw(rng=None, stream=DEFAULT, count=3):
@@ -32,26 +32,33 @@ def uninterrupted(stream, count, **place):
 
 
 def test_a_stream_entered_again_below_another_one_goes_on():
-    expected_tp, expected_default = uninterrupted(TENSOR_PARALLEL, 9), uninterrupted(DEFAULT, 6)
     rng = streams()
-    tensor_parallel, default = [], []
     with rng.fork(TENSOR_PARALLEL):
-        tensor_parallel += draw()
+        tensor_parallel = draw()
         with rng.fork(DEFAULT):
-            default += draw()
+            default = draw()
             tensor_parallel += draw(rng, TENSOR_PARALLEL)
             assert rng.current == DEFAULT
             default += draw()
         assert rng.current == TENSOR_PARALLEL
         tensor_parallel += draw()
     assert rng.current == DEFAULT
-    assert tensor_parallel == expected_tp and default == expected_default
+    assert tensor_parallel == uninterrupted(TENSOR_PARALLEL, 9)
+    assert default == uninterrupted(DEFAULT, 6)
+
+
+def test_layers_draw_from_the_streams_of_a_copy():
+    assert draw(deepcopy(streams()), TENSOR_PARALLEL) == uninterrupted(TENSOR_PARALLEL, 3)
 
 
 def test_every_stream_differs_over_data_parallel_ranks_and_seeds_and_one_over_tp_ranks():
     for stream in (DEFAULT, TENSOR_PARALLEL):
-        places = ({}, {"dp_rank": 1}, {"dp_rank": 2}, {"seed": 2}, {"seed": 2, "dp_rank": 1})
-        assert len({tuple(uninterrupted(stream, 4, **place)) for place in places}) == 5
+        found = {
+            tuple(uninterrupted(stream, 4, seed=seed, dp_rank=rank))
+            for seed in (1, 2)
+            for rank in range(3)
+        }
+        assert len(found) == 6
         differs = uninterrupted(stream, 4) != uninterrupted(stream, 4, tp_rank=1)
         assert differs == (stream == TENSOR_PARALLEL)
 
