@@ -14,7 +14,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from .torch_internals import (
     CachedMode,
     CachingMode,
     KeepsResults,
+    disable_current_modes,
     dispatch_modes,
     num_dispatch_modes,
 )
@@ -121,6 +122,7 @@ def _gloo_runs() -> bool:
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _functional = torch.ops._c10d_functional
+KEEPING = KeepsResults, CachingMode, CachedMode
 
 
 def results_may_be_kept() -> bool:
@@ -130,9 +132,18 @@ def results_may_be_kept() -> bool:
     that a call returns. An in-place collective writes its result elsewhere, so the replay would
     read wrong values and the gradients would be silently wrong.
     """
-    return num_dispatch_modes() > 0 and any(
-        isinstance(mode, (KeepsResults, CachingMode, CachedMode)) for mode in dispatch_modes()
-    )
+    return num_dispatch_modes() > 0 and any(isinstance(one, KEEPING) for one in dispatch_modes())
+
+
+@contextmanager
+def results_not_kept() -> Iterator[None]:
+    """Hides the block from dispatch modes that may keep results; all others see it."""
+    modes = dispatch_modes()
+    with disable_current_modes(), ExitStack() as around:
+        for mode in modes:
+            if not isinstance(mode, KEEPING):
+                around.enter_context(mode)
+        yield
 
 
 def all_reduce_(

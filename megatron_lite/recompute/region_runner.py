@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from megatron_lite.config.regions import MLP_REGION, MOE, REGIONS
-from megatron_lite.parallel.collectives import results_may_be_kept
+from megatron_lite.parallel.collectives import results_may_be_kept, results_not_kept
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.parallel.torch_internals import address_of, disable_current_modes, hooks_in_force
+from megatron_lite.parallel.torch_internals import address_of, hooks_in_force
 
 from .phase import is_recomputing
 from .saved import Handle, bytes_of, exchanging, results_of, saved_value, view_in
@@ -112,7 +112,7 @@ class Choices:
         if is_recomputing() and layer in self._kept:
             return tuple(each() for each in self._kept[layer])
         # A mode that numbers the calls of operators must not see calls that a replay leaves out.
-        with disable_current_modes() if results_may_be_kept() else nullcontext():
+        with results_not_kept() if results_may_be_kept() else nullcontext():
             choice = choose()
         if not self._is_replayed:
             return choice

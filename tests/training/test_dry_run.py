@@ -38,6 +38,7 @@ VP = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
 ZERO1 = "--use-distributed-optimizer"
 ON_HOST = "--optimizer-cpu-offload --optimizer-offload-fraction 0.5"
 DEEP = "--pipeline-model-parallel-size 8"
+SINKHORN = "--num-experts 4 --moe-router-load-balancing-type sinkhorn"
 # Each case: the ranks, the micro-batches of a step on each rank, the flags.
 CASES = [
     (1, 2, ""),
@@ -132,7 +133,7 @@ def test_beside_a_gpu_host_memory_is_no_part_of_the_peak():
     "world_size, rank, flags",
     [
         (1, 0, "--num-layers 6"),
-        (1, 0, "--num-layers 6 --num-experts 4 --moe-router-load-balancing-type sinkhorn"),
+        (1, 0, f"--num-layers 6 {SINKHORN} --recompute-policy 0-1:none;2-5:ops(matmul)"),
         (1, 0, "--num-layers 5 --recompute-policy *:full/1@host"),
         (8, 7, f"{DEEP} --num-layers 8 --bf16 --global-batch-size 12"),
         (1, 0, f"--num-layers 6 --bf16 --recompute-policy *:full/1 {LLAMA}"),
