@@ -186,8 +186,8 @@ def rows_of(name, args):
         return dict(what=name, name=setting, peak_bytes=peak, time_ratio=ratio)
 
     most = peak_of(model, step, args.device)
-    for name in layer_lists(model, None):
-        apply_policy_(model, layers_fqn=name, policy="*:full", verify=False)
+    for layers in layer_lists(model, None):
+        apply_policy_(model, layers_fqn=layers, policy="*:full", verify=False)
     least = peak_of(model, step, args.device)
     remove_policy_(model)
     yield row("none", step, plain, model)
