@@ -182,9 +182,15 @@ def _fitted(measured: Measurement, budget: int | None) -> Fit:
         try:
             policies, peak = measured.confirmed(plan)
         except torch.OutOfMemoryError:
-            if not best:
+            if best:
+                break
+            if is_last or not budget:
                 raise
-            break
+            measured.notes.append(
+                f"note: the device has no {size(plan.peak)}, so a smaller plan was tried"
+            )
+            limit = 9 * plan.peak // 10
+            continue
         if not budget or peak <= budget:
             best = plan
             if plan.peak <= (1 + TOLERANCE) * peak:

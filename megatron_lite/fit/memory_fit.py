@@ -25,7 +25,7 @@ def fit_memory_(
 ) -> Fit:
     """Puts on the model the fastest recompute policy with which a step fits the budget.
 
-    The step runs 8 times, on a CPU 12 times, and more often with few equal layers. Weights,
+    The step runs 11 times, on a CPU 12 times, and more often with few equal layers. Weights,
     gradients, generators and all that modules hold are then as before.
     Under torch.distributed every rank calls this function. The highest peak and the smallest
     budget of all ranks decide, and all ranks get the same policy.

@@ -55,13 +55,14 @@ class Ranks:
         """
         begin = time.monotonic()
         try:
-            result = run()
+            try:
+                result = run()
+            finally:
+                self._longest = max(self._longest, time.monotonic() - begin)
         except Exception as error:
-            self._longest = max(self._longest, time.monotonic() - begin)
             kind = next((one for one in KINDS if isinstance(error, one)), ValueError)
             self._compare((kind, str(error)))
             raise
-        self._longest = max(self._longest, time.monotonic() - begin)
         self._compare(None)
         return result
 

@@ -185,6 +185,11 @@ class Step:
 
     def _see_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._is_compiled |= torch.compiler.is_compiling()  # a compiler takes the hook along
+        if module is not self._model:  # a copy has the hook, too
+            raise ValueError(
+                "the step runs a copy of the model, as DataParallel does for each GPU: start a "
+                "process for each (torchrun), or show it one (CUDA_VISIBLE_DEVICES=0)"
+            )
         tensors = tensors_of((args, kwargs))
         self._shapes[0].append([*map(shape_of, tensors)])
         if (size := sum(each.numel() for each in tensors)) > self._largest[0]:

@@ -75,28 +75,33 @@ def _copy(optimizer: Any, groups: list[dict[str, Any]], device: str) -> Any:
     new = copy.copy(optimizer)
     new.state, new.param_groups = defaultdict(dict), stand_ins
     # torch copies groups and states alone
-    held = vars(optimizer).items()
-    vars(new).update({name: one for name, one in held if isinstance(one, CONSTANT)})
+    vars(new).update(
+        {name: one for name, one in vars(optimizer).items() if isinstance(one, CONSTANT)}
+    )
     return new
 
 
 def _update(new: Any, device: torch.device) -> tuple[int, int, bool]:
     """Runs one update of stand-ins, as on a device. Returns the bytes of the states, what the
-    update takes above them, and whether it takes that for all tensors at once."""
-    is_at_once = False
+    update takes above them, and whether it takes that for all tensors at once.
+
+    A fused kernel takes nothing. Neither it nor what a graph can capture runs without a GPU.
+    """
+    is_at_once, is_fused = False, True
     for group in new.param_groups:
         for each in group["params"]:
             each.grad = torch.zeros_like(each)
+        fused = bool(group.get("fused"))
         # Without a choice torch updates all tensors of a GPU at once, which takes memory.
-        is_fused = group.get("fused")
         if device.type == "cuda" and group.get("foreach", 0) is None:
-            group["foreach"] = not is_fused
-        group["fused"] = False if is_fused else is_fused
+            group["foreach"] = not fused
+        group |= {"fused": False, "capturable": False, "lr": 1.0}  # not a tensor
         is_at_once |= bool(group.get("foreach"))
+        is_fused &= fused
     with LiveStorages() as live:
         type(new).step(new)
         states = bytes_of(tensors_of(list(new.state.values())))
-        return states, live.peak_bytes - live.total_bytes(), is_at_once
+        return states, 0 if is_fused else live.peak_bytes - live.total_bytes(), is_at_once
 
 
 def _of_each_form(
@@ -114,11 +119,9 @@ def _of_each_form(
                 one = _copy(optimizer, [{**group, "params": [each]}], "cpu")
                 found[key] = _update(one, device)
             more, temporary, is_at_once = found[key]
-            states, most, every = (
-                states + more,
-                max(most, temporary),
-                every + temporary * is_at_once,
-            )
+            states += more
+            most = max(most, temporary)
+            every += temporary * is_at_once
     return states, max(most, every)
 
 

@@ -26,13 +26,13 @@ CPU = torch.device("cpu")
 ARCHITECTURES = ("gpt2", "llama", "qwen")
 
 
-def on(device, seed=7):
+def on(device):
     """The state of a run of one rank on that device."""
-    return ParallelState(device=device, rng=RngStreams(device, seed=seed))
+    return ParallelState(device=device, rng=RngStreams(device, seed=7))
 
 
-def batch_on(device, seed=3):
-    tokens, labels = sample_tokens(seed)
+def batch_on(device):
+    tokens, labels = sample_tokens()
     return MicroBatch(tokens.to(device), labels.to(device))
 
 
@@ -166,33 +166,25 @@ def test_a_step_never_waits_for_the_gpu(cuda):
 # --- whole runs ---
 
 
-def tiny_run_on(device, folder, **training):
-    """20 iterations on mock data, with dropout unless `training` says dropout=0."""
+def tiny_run_on(device, folder, dropout=0.1, **training):
+    """20 iterations on mock data."""
     folder.mkdir()
-    probability = training.pop("dropout", 0.1)
-    config = tiny_run(
-        **training,
-        metrics=folder / "metrics.jsonl",
-        save=str(folder),
-        hidden_dropout=probability,
-        attention_dropout=probability,
-    )
     return replace(
-        config,
+        tiny_run(
+            **training,
+            metrics=folder / "metrics.jsonl",
+            save=str(folder),
+            hidden_dropout=dropout,
+            attention_dropout=dropout,
+        ),
         parallel=ParallelConfig(distributed_backend="gloo" if device.type == "cpu" else "auto"),
     )
-
-
-@contextmanager
-def quiet():
-    with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()):
-        yield output
 
 
 def finish(config, device):
     """Runs it, on that device, and leaves torch's deterministic mode as it was."""
     try:
-        with quiet():
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             trainer = run_to_end(config)
     finally:
         torch.use_deterministic_algorithms(False)

@@ -44,8 +44,8 @@ def test_captured_steps_have_the_bits_of_others(cuda, tmp_path):
                 trainer = finish(config, cuda)
             assert (replayed.call_count > 10) == (impl == GRAPH)
             ends.append((rows_of(folder), state_of(trainer.model, trainer.optimizer)))
-        assert ends[0][0] == ends[1][0], (policy, training)
-        assert same(ends[0][1], ends[1][1]), (policy, training)
+        (one, first), (other, second) = ends
+        assert one == other and same(first, second), (policy, training)
 
 
 def test_a_resumed_captured_run_ends_as_an_unbroken_one(cuda, tmp_path):

@@ -3,6 +3,8 @@
 Written like test_gpu.py, for `run.py`. On the CPU the tests that take a `device` try themselves.
 """
 
+from unittest.mock import patch
+
 import torch
 
 from megatron_lite.config import optimizer_settings
@@ -30,10 +32,7 @@ class SlowLink(HostLink):
 def train(device, *, part=2**24, link=HostLink, **settings):
     """Four steps of a bf16 model, whose gradients are the same random ones whatever it computes.
     Returns weights and states, on the CPU."""
-    before = optimizer_settings.PART, layouts.HostLink
-    optimizer_settings.PART = part
-    layouts.HostLink = link
-    try:
+    with patch.object(optimizer_settings, "PART", part), patch.object(layouts, "HostLink", link):
         parallel = on(device)
         model = build_tiny_model(tiny_config(num_layers=3), parallel, dtype=torch.bfloat16)
         optimizer = Optimizer(model, OptimizerConfig(clip_grad=0.5, **settings), parallel)
@@ -55,8 +54,6 @@ def train(device, *, part=2**24, link=HostLink, **settings):
             for key, state in optimizer.whole_states(name).items():
                 held[f"{name}/{key}"] = state
         return {name: one.float().cpu() for name, one in held.items()}, optimizer
-    finally:
-        optimizer_settings.PART, layouts.HostLink = before
 
 
 def check_alike(found, expected, rounded):

@@ -167,7 +167,8 @@ WORDS = (
     "bad_alloc",
     "Storage size calculation overflowed",
     "integer multiplication overflow",
-    "CUDA out of memory",
+    "out of memory",  # of CUDA; of its pinned memory in other words
+    "CUBLAS_STATUS_ALLOC_FAILED",
 )
 MARK = "megatron_lite: mark of allocated bytes"
 
