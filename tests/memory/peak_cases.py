@@ -101,7 +101,12 @@ CASES = (
     Case("PP 2, empty stages", f"{PP} --pipeline-model-parallel-layout E|t*3|t|L", 2, 4),
     Case("DP 2, ZeRO-1, bf16, overlap", f"{ZERO1} --bf16 --overlap-grad-reduce", 2),
     Case("DP 2, gradients sent in bf16", f"{FEW_TOKENS} --bf16 --grad-reduce-in-bf16", 2),
-    Case("FSDP 2, 1 micro-batch", FSDP, 2, 1),
+    Case(
+        "FSDP 2, 1 micro-batch, a dense layer before those of experts",
+        f"{FSDP} --num-experts 4 --moe-layer-freq [0]+[1]*3",
+        2,
+        1,
+    ),
     Case("FSDP 4, 2 instances", f"{FSDP} {INSTANCES}", 4),
     Case("DP 4, ZeRO-1, 2 instances", f"{FEW_TOKENS} {ZERO1} {INSTANCES} --bf16", 4),
     Case("FSDP 2, no reshard", f"{FSDP} --torch-fsdp2-no-reshard-after-forward", 2),

@@ -84,6 +84,7 @@ def stage_course(
 ) -> StageCourse:
     """Returns the course of a micro-batch. weights: those that FSDP2 gathers."""
     layers, waits, hidden = describe_layers(sizes, plan.tiles), 0, sizes.residual
+    units = weights.layers[: plan.num_layers] or (NOTHING,) * plan.num_layers
     # The gradient of a tied weight waits for that of the lookup.
     if waits_for_lookup(sizes):
         wide = sizes.accumulate_bytes if sizes.sums_gradients else sizes.element_bytes
@@ -126,9 +127,13 @@ def stage_course(
             forward.gather(weights.embedding)
             forward.kept += embedding.kept
             forward.other -= weights.embedding.gathered
+        running = 0  # bytes of weights that are freed when their layer has run
         waiting = 0  # bytes of originals of the last segment in host memory
         for segment, here, away in zip(plan.segments, kept, moved, strict=True):
-            forward.gather(weights.layer)
+            for at in segment.numbers:
+                forward.other -= running
+                forward.gather(units[at])
+                running = weights.reshards * units[at].gathered
             forward.kept += here
             if segment.on_host:
                 forward.kept -= away
@@ -139,8 +144,7 @@ def stage_course(
             own = (one for number in segment.numbers for one in layers[number].operations)
             if most := max(one.in_forward for one in own):
                 forward.look(Moment("forward of experts", segment.first_layer, other=most))
-            stay = 0 if weights.reshards else segment.num_layers
-            forward.other += weights.layer.gathered * (stay - 1)
+        forward.other -= running
         forward.look(Moment("forward of layers", plan.num_layers - 1 if layers else None))
         forward.other -= waiting + hidden
         if last:
@@ -155,9 +159,8 @@ def stage_course(
         forward.look(Moment("end of the forward"))
 
     def run_backward() -> None:
-        layer = weights.layer
         if weights.reshards and layers:
-            backward.gather(layer, copies_out=False)
+            backward.gather(units[-1], copies_out=False)
         if last:
             run_end(head)
             backward.other += hidden + waits
@@ -166,7 +169,9 @@ def stage_course(
         for number, segment in reversed(list(enumerate(plan.segments))):
             if weights.reshards:
                 # The layers are copied out of the buffer, which the layer before then takes.
-                backward.other += layer.gathered * (segment.num_layers - (not number))
+                own = segment.numbers
+                taken = units[max(0, own[0] - 1) : own[-1]]
+                backward.other += sum(one.gathered for one in taken)
             run_segment(number, segment)
         if first:
             run_end(embedding)
@@ -210,10 +215,11 @@ def stage_course(
             if part.replayed is not None:
                 held.append(backward.kept + backward.rebuilt + part.replayed)
             backward.look(part.fullest._replace(layer=at + place))
-            backward.other += part.left - weights.layer.gathered
+            unit = units[at + place]
+            backward.other += part.left - unit.gathered
             if not whole:
                 backward.kept -= own - back
-            backward.reduce(weights.layer)
+            backward.reduce(unit)
         if whole:
             backward.kept -= own
         backward.other -= copied

@@ -13,7 +13,7 @@ from megatron_lite.config.stages import Stage
 from megatron_lite.description.model_ends import embedding_operations, head_operations
 from megatron_lite.description.operations import Operation, Parameter
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.description.transformer_layer import describe_layer
+from megatron_lite.description.transformer_layer import describe_layers
 
 FLOAT32 = 4
 
@@ -70,6 +70,7 @@ class GatheredWeights(NamedTuple):
 
     embedding, output: the units of the token embedding and of the output layer; NOTHING if they
         are parts of the root.
+    layers: that of each layer of the stage.
     tied: whether `embedding` and `output` are one unit, which is gathered twice.
     reshards: whether a layer's weights are freed after its forward.
     staying: the bytes of weights that stay gathered, if several micro-batches of the stage are in
@@ -78,7 +79,7 @@ class GatheredWeights(NamedTuple):
 
     root: FsdpUnit = NOTHING
     embedding: FsdpUnit = NOTHING
-    layer: FsdpUnit = NOTHING
+    layers: tuple[FsdpUnit, ...] = ()
     output: FsdpUnit = NOTHING
     tied: bool = False
     reshards: bool = True
@@ -92,8 +93,7 @@ class GatheredWeights(NamedTuple):
         reduced = sent if config.data_parallel.grad_reduce_in_bf16 else FLOAT32
         first = _parameters(embedding_operations(sizes))
         last_ones = _parameters(head_operations(sizes))
-        number = min(sizes.first_layer, model.num_layers - 1)  # a stage may have no layers
-        layer = describe_layer(sizes, number)
+        layers = describe_layers(sizes, (1,) * stage.num_layers)
 
         def unit(parameters: Sequence[Parameter], last: int = 0) -> FsdpUnit:
             if not parameters:
@@ -125,18 +125,20 @@ class GatheredWeights(NamedTuple):
         logits = _largest(last_ones) if wraps and untied else []
         rest = [one for one in (*first, *last_ones) if one not in (*words, *logits)]
         reshards = config.data_parallel.torch_fsdp2_reshard_after_forward
-        root, of_layer = unit(rest, 0 if logits else head), unit(_parameters(layer.operations))
+        root = unit(rest, 0 if logits else head)
+        alike = {id(one): one for one in layers}
+        units = {key: unit(_parameters(one.operations)) for key, one in alike.items()}
         staying = 0
         size = config.parallel.pipeline_model_parallel_size
         if size > 1 and (stage.count > size or not stage.is_last):
             staying = root.gathered
             if not reshards:
-                staying += stage.num_layers * of_layer.gathered
-                of_layer = of_layer._replace(gathered=0, cast=0)
+                staying += sum(units[id(one)].gathered for one in layers)
+                units = {key: one._replace(gathered=0, cast=0) for key, one in units.items()}
         return cls(
             root,
             unit(words),
-            of_layer,
+            tuple(units[id(one)] for one in layers),
             unit(words if tied else logits, head),
             tied,
             reshards,
