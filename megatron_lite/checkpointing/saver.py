@@ -161,7 +161,7 @@ class Saver:
             lines, self.failure = written(), None
         except SaveFailed as failure:
             self.failure = failure
-            lines = [f"warning: {failure}. The run goes on, and its next save is tried as usual"]
+            lines = [f"warning: {failure}. The next save is tried as usual"]
         for line in lines:
             self.say(line)
 
