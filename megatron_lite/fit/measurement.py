@@ -316,8 +316,11 @@ class Measurement:
         waiting = [(numbers, list(candidates)) for numbers in kinds]
         found, shown = dict[tuple[int, str], Option](), dict[tuple[int, str], int]()
         self._finds_left = False  # whether a forward after a backward does
-        # what a call of a layer keeps, in thousandths of its largest call
-        self._weights: dict[tuple[int, int], int] = {}
+        # what a call of a layer keeps, in thousandths of its largest call, if it has a backward
+        backwards = {(span.layer, span.call) for span in spans if span.name == BACKWARD}
+        self._weights = {
+            call: size for span in spans for call, size in span.alive.items() if call in backwards
+        }
         while any(actions for _, actions in waiting):
             tried = dict[int, str]()
             for numbers, actions in waiting:
@@ -363,8 +366,9 @@ class Measurement:
                 ]
         are_held = bool(self._outlive) and min(self._outlive) > 0
         time = sum(span.nanoseconds for span in spans)
-        told = self._ranks.told((spans[-1].end + self._update, time, are_held, options))
-        ends, times, held, every = zip(*told, strict=True)
+        sizes = {key: one.num_bytes * self._weight(one.first) for key, one in self._shared.items()}
+        told = self._ranks.told((spans[-1].end + self._update, time, are_held, sizes, options))
+        ends, times, held, of_calls, every = zip(*told, strict=True)
         options = [[*map(_dearest, zip(*same, strict=True))] for same in zip(*every, strict=True)]
         # Most shared tensors are kept by every option.
         differ = {key for each in options for one in each for key in one.keeps ^ each[-1].keeps}
@@ -376,7 +380,10 @@ class Measurement:
             moments=moments[:-1],
             update=max(ends),
             nanoseconds=max(times),
-            shared={key: self._shared[key] for key in differ},
+            shared={
+                key: self._shared[key]._replace(num_bytes=min(one[key] for one in of_calls) // CALL)
+                for key in differ
+            },
             are_held=all(held),
         )
 
@@ -384,11 +391,12 @@ class Measurement:
         """Returns the peaks by the place of their layer, and at the end those where none waits."""
         found = []
         again = _second_forward(spans)
+        calls = [*map(self._weight, range(len(self._layers)))]
         for at, span in enumerate(spans):
             alive, place = [0] * len(self._layers), span.layer
             for (number, call), size in span.alive.items():
-                # What a smaller call keeps may be less than its share, as with attention's squares.
-                alive[number] += size if size == CALL else self._weights.get((number, call), size)
+                alive[number] += self._weights.get((number, call), size)
+            alive = [-(-CALL * one // whole) for one, whole in zip(alive, calls, strict=True)]
             # Outside of layers it is the last one of those that wait the most.
             if place < 0 and any(alive):
                 place = max(range(len(alive)), key=lambda n: (alive[n], n))
@@ -428,11 +436,18 @@ class Measurement:
         self._outlive |= {later.get(each, number) - number for each in made} - {1}
         alone = {tensors[place] for place in more if self._is_elsewhere(like, place)} - shared
         late = {each for each in alone if later.get(each) == number + 1}
+        calls = self._weight(number)
         return option._replace(
             keeps=self._shared_at(number, option.keeps),
-            held=option.held + notes.num_bytes(alone - late),
-            late=notes.num_bytes(late),
+            kept=option.kept * calls // CALL,
+            held=(option.held + notes.num_bytes(alone - late)) * calls // CALL,
+            late=notes.num_bytes(late) * calls // CALL,
         )
+
+    def _weight(self, number: int) -> int:
+        """Returns what all calls of a layer keep that have a backward, in thousandths of its
+        largest call."""
+        return sum(one for (n, _), one in self._weights.items() if n == number) or CALL
 
     def _compared(self, tried: dict[int, str], full: list[Span]) -> dict[int, Option]:
         """Returns the options that are tried, by the layers that try them.
@@ -454,11 +469,13 @@ class Measurement:
         for number, action in sorted(tried.items(), reverse=True):
             places = self._step.sharing.kept[number]
             kept, held, forward, backward, end, time = grown[number]
+            # What a smaller call keeps may be less than its share, as with attention's squares.
             if action == CANDIDATES[0] and kept > 0:
                 calls = _kept_by_call(spans, number)
                 calls.subtract(_kept_by_call(full, number))
-                for each in self._alike[number]:
-                    self._weights |= {(each, n): -(-CALL * one // kept) for n, one in calls.items()}
+                for each, call in self._weights:
+                    if each in self._alike[number] and self._weights[each, call] != CALL:
+                        self._weights[each, call] = -(-CALL * calls[call] // kept)
             earlier -= kept
             keeps, left = self._shared_at(number, places), 0
             tensors = self._notes.tensors[number]

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 MOST_STATES = 4000  # of one bin
 ENDLESS = 1 << 62
-CALL = 1000  # the weight of a layer's largest call, to which other calls are compared
+CALL = 1000  # the weight of a layer's largest call, or in a Moment of all its calls
 # the keys of peaks that grow with what later layers have left, and of what the layers so far have
 LEFT, ALL_LEFT = -1, -2
 BINS = 128  # of peaks of parts in which later layers wait; states of one bin are compared
@@ -42,7 +42,8 @@ PLACES = ("the forward of", "the backward of", *["what comes after"] * 2)
 
 
 class Option(NamedTuple):
-    """An action of a layer, compared with a full recompute, in the largest call of the layer.
+    """An action of a layer, compared with a full recompute, in the largest call of the layer, and
+    in all its calls with a backward for `kept`, `held` and `late`.
 
     kept: how many bytes more stay after its forward.
     held: how many of these are still there when its backward begins. The rest is a cache of keys
@@ -97,9 +98,9 @@ class Moment(NamedTuple):
     name: FORWARD or BACKWARD of a layer, or after it OUTSIDE of layers; AFTER is outside too, once
         the forward of the model has ended.
     peak: the bytes.
-    before: how many calls of each layer wait, up to this one, in thousandths of a largest call. In
-        a forward this layer is not among them.
-    behind: how many of each later layer.
+    before: what part of its calls waits of each layer, up to this one, in thousandths. In a forward
+        this layer is not among them.
+    behind: what part of each later layer.
     finds_left: whether what all layers have left in an earlier backward is there.
     """
 

@@ -98,7 +98,11 @@ class Sharing:
         return sum(num_bytes for storage, num_bytes in found if storage() is None)
 
     def _begin(self, stack: ExitStack, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.is_grad_enabled() and (layer := self._layers[module]) not in self.forms:
+        if not torch.is_grad_enabled():
+            return
+        if (layer := self._layers[module]) in self.forms:
+            self._calls[module] = None  # what it saves is not saved outside of layers
+        else:
             given = tensors_of((args, kwargs))
             self.forms[layer] = tuple((shape_of(each), each.requires_grad) for each in given)
             self.tensors[layer] = [*map(self._number_of, given)]
@@ -114,8 +118,8 @@ class Sharing:
             call.enter_context(exchanging(note))
 
     def _end(self, module: nn.Module, args: Any, results: Any) -> None:
-        if module in self._calls:
-            (call, noted), layer = self._calls.pop(module), self._layers[module]
+        if found := self._calls.pop(module, None):
+            (call, noted), layer = found, self._layers[module]
             call.close()
             # A layer that is rebuilt, but saves nothing, lets its arguments go.
             found = [(number, form) for kept, number, form in noted if kept()]

@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Lists of blocks that run one after another, and a head. tied: the head is the embedding."""
+    """Lists of blocks that run in turn, and a head. tied: the head is the embedding."""
 
     def __init__(self, *lists, tied=False):
         super().__init__()
@@ -109,7 +109,7 @@ class Read(Model):
 
 
 class Selecting(Model):
-    """It keeps the states of its first layers as long as its result, but does not read the last.
+    """It keeps the states of its first layers with its result, but does not read the last.
 
     releases: whether it lets them go before the loss.
     """
@@ -218,7 +218,7 @@ def fit_and_remove(model, step, budget=None, **options):
 
 
 def check(model, step, shares):
-    """Fits the model to budgets between the smallest and the plain peak. Returns how far the worst
+    """Fits the model to budgets from the smallest to the plain peak. Returns how far the worst
     prediction was off."""
     plain = gradients(model, step)
     model.zero_grad()
@@ -251,8 +251,8 @@ def check(model, step, shares):
         # other numbers, but not kinds of layers
         lambda: with_layers(Model([]), *(Block(32, 64, rate) for rate in (0.0, 0.2) * 3)),
         LAYERS["dataclass"].build,  # objects, own losses
-        lambda: with_layers(Model([]), *[Block(32, 64), Block(32, 64)] * 2),  # standing twice
-        lambda: with_layers(Model([]), Looped(32, 64)),
+        lambda: with_layers(Model([], [64] * 2), Looped(32, 64)),
+        lambda: with_layers(made := Read(""), *[made.part0[0]] * 6),  # standing six times
         *(partial(Read, way) for way in ("between", "losses", "skips")),
         lambda: with_layers(
             Model([]), *(nn.ModuleList([Block(32, 64), nn.Dropout()]) for _ in "abc")
@@ -666,8 +666,8 @@ def test_ranks_get_the_policy_of_the_fullest_one(wrapper):
 
 
 def fail_on_rank(rank, world_size, kind, call):
-    """Fits a model whose step raises on rank 1 alone, for MemoryError where the other one waits for
-    its gradients. Returns the error, or the policy."""
+    """Fits a model whose step raises on rank 1 alone, for MemoryError where the other waits for its
+    gradients. Returns the error or the policy."""
     model, calls = Model([64] * 3), itertools.count(1)
     if kind is MemoryError:
         group = dist.new_group(timeout=timedelta(seconds=30))
