@@ -140,7 +140,10 @@ class Sharing:
             self._outside.setdefault(self._number_of(tensor), len(self.forms))
 
     def _number_of(self, tensor: Tensor) -> int:
-        storage = tensor.untyped_storage()
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # a sparse tensor has several
+            storage = torch.UntypedStorage(0)
         number = self._numbers.get(address_of(storage))
         if number is None or self._storages[number][0]() is not storage:
             number = self._numbers[address_of(storage)] = len(self._storages)

@@ -81,6 +81,8 @@ def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
         inner = [tensor.trigger_wait()]
     elif hasattr(tensor, "__tensor_flatten__"):
         inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    elif type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and vars(tensor):
+        inner = [*vars(tensor).values()]  # a wrapper of others, such as a MaskedTensor
     elif tensor.is_nested:
         inner = [*tensor.unbind()]
     elif str(tensor.layout).startswith("torch.sparse"):  # as a dense tensor it may be too large

@@ -11,6 +11,7 @@ checkpoint.py through the graph of the replay, hooked.py through that of the for
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,8 +97,14 @@ def replay_inputs(values: dict[Any, Tensor]) -> tuple[dict[Any, Tensor], dict[An
     """Returns tensors that belong to no graph as inputs of a replay that require grad, by their
     numbers, and the dictionary in which backward collects their gradients. Gradients are on."""
     received: dict[Any, Tensor] = {}
-    if not values:
-        return {}, received
-    leaves = (tensor.requires_grad_() for tensor in values.values())
-    inputs = ReplayInputs.apply(received, [*values], *leaves)
-    return dict(zip(values, inputs, strict=True)), received
+    inputs = {name: tensor.requires_grad_() for name, tensor in values.items()}
+    # A Function of Python takes no nested tensor of torch.strided.
+    nested = {name for name, x in inputs.items() if x.is_nested and x.layout == torch.strided}
+    plain = {name: one for name, one in inputs.items() if name not in nested}
+    for name in nested:
+        inputs[name] = torch.ops.aten.alias(inputs[name])
+        inputs[name].register_hook(partial(received.__setitem__, name))
+    if plain:
+        made = ReplayInputs.apply(received, [*plain], *plain.values())
+        inputs.update(zip(plain, made, strict=True))
+    return inputs, received
