@@ -81,7 +81,7 @@ def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
         inner = [tensor.trigger_wait()]
     elif hasattr(tensor, "__tensor_flatten__"):
         inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    elif type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and vars(tensor):
+    elif type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and _is_empty(tensor):
         inner = [*vars(tensor).values()]  # a wrapper of others, such as a MaskedTensor
     elif tensor.is_nested:
         inner = [*tensor.unbind()]
@@ -98,6 +98,14 @@ def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
     for part in inner:
         if isinstance(part, Tensor):  # a DTensor names its mesh as well
             yield from _dense_parts(part)
+
+
+def _is_empty(tensor: Tensor) -> bool:
+    """Tells whether a tensor of another class has no memory of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr() == 0
+    except RuntimeError:
+        return True
 
 
 @cache

@@ -96,15 +96,15 @@ class ReplayInputs(torch.autograd.Function):
 def replay_inputs(values: dict[Any, Tensor]) -> tuple[dict[Any, Tensor], dict[Any, Tensor]]:
     """Returns tensors that belong to no graph as inputs of a replay that require grad, by their
     numbers, and the dictionary in which backward collects their gradients. Gradients are on."""
-    received: dict[Any, Tensor] = {}
-    inputs = {name: tensor.requires_grad_() for name, tensor in values.items()}
-    # A Function of Python takes no nested tensor of torch.strided.
-    nested = {name for name, x in inputs.items() if x.is_nested and x.layout == torch.strided}
-    plain = {name: one for name, one in inputs.items() if name not in nested}
-    for name in nested:
-        inputs[name] = torch.ops.aten.alias(inputs[name])
-        inputs[name].register_hook(partial(received.__setitem__, name))
+    received, inputs, plain = dict[Any, Tensor](), dict[Any, Tensor](), dict[Any, Tensor]()
+    for name, tensor in values.items():
+        tensor.requires_grad_()
+        if tensor.is_nested and tensor.layout == torch.strided:  # no Function of Python takes it
+            inputs[name] = torch.ops.aten.alias(tensor)
+            inputs[name].register_hook(partial(received.__setitem__, name))
+        else:
+            plain[name] = tensor
     if plain:
         made = ReplayInputs.apply(received, [*plain], *plain.values())
-        inputs.update(zip(plain, made, strict=True))
+        inputs |= zip(plain, made, strict=True)
     return inputs, received

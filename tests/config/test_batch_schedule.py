@@ -121,8 +121,7 @@ def test_the_steps_of_nvidias_175b_example():
     )
     schedule = training.batch_schedule(8, seq_length=2048)
     assert schedule.steps[1] == (1_171_875, 320)
-    samples = (0, 1_171_874, 1_171_875, 10**9)
-    assert [*map(schedule.at, samples)] == [16, 16, 320, 1536]
+    assert [*map(schedule.at, (0, 1_171_874, 1_171_875, 10**9))] == [16, 16, 320, 1536]
     assert training == TrainingConfig(micro_batch_size=1, step_batch_size_schedule=text)
 
 

@@ -232,8 +232,7 @@ MM, ADDMM, BMM, SUM = (
 def test_every_nth_result_of_a_group_is_kept_from_the_first_on(forward, every):
     choice = Choice((f"matmul/{every}",))
     matmuls = [place for place, name in enumerate(forward) if name in GROUPS["matmul"]]
-    kept = [place for place, name in enumerate(forward) if choice.keeps(name)]
-    assert kept == matmuls[::every]
+    assert [place for place, name in enumerate(forward) if choice.keeps(name)] == matmuls[::every]
 
 
 def test_an_entry_counts_what_it_names_and_one_is_enough_to_keep():

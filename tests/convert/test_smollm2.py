@@ -35,8 +35,7 @@ def logits(folder, tokens, ranks):
 def test_logits_are_those_of_transformers(smollm2):
     """float32 against float32: 1e-4 of the largest logit."""
     theirs, folder = smollm2
-    tokenizer = Tokenizer.from_file(str(folder / "theirs" / "tokenizer.json"))
-    tokens = list(tokenizer.encode(PROMPT).ids)
+    tokens = list(Tokenizer.from_file(str(folder / "theirs" / "tokenizer.json")).encode(PROMPT).ids)
     with torch.no_grad():
         expected = theirs(torch.tensor([tokens])).logits[0]
     found = run_ranks(lambda rank, size: logits(folder / "ours", tokens, size), 3)

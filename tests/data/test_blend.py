@@ -17,8 +17,7 @@ def write(prefix, *, first_id, documents=20, length=11):
 
 def write_two(folder, documents=20):
     """The second one has so many documents."""
-    second = write(folder / "b", first_id=500, documents=documents)
-    return write(folder / "a", first_id=0), second
+    return write(folder / "a", first_id=0), write(folder / "b", first_id=500, documents=documents)
 
 
 def build(*data_path, num_samples=(30, 4, 2), split="6,3,1"):

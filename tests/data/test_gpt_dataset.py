@@ -53,8 +53,7 @@ def test_the_documents_of_a_sample_are_those_whose_ids_it_holds(tmp_path, num_sa
 
 
 def test_an_id_outside_the_vocabulary_names_file_document_and_id(tmp_path):
-    documents = ([1, 2, 3], [], [4, 30, 5], [6, 7])
-    indexed = IndexedDataset(written(tmp_path / "data", documents))
+    indexed = IndexedDataset(written(tmp_path / "data", ([1, 2, 3], [], [4, 30, 5], [6, 7])))
     message = r"data\.bin: document 2 holds token id 30, but the vocabulary has 30 ids"
     with pytest.raises(InputError, match=message):
         rows(dataset(indexed, documents=(0, 3), seq_length=7, vocab_size=30))

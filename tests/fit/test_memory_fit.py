@@ -456,8 +456,7 @@ def test_states_of_an_optimizer_count_whether_they_exist_or_not():
 
     def peak(optimizer):
         model.zero_grad()
-        fit = fit_and_remove(model, step_of(model), optimizer=optimizer)
-        return fit.measured
+        return fit_and_remove(model, step_of(model), optimizer=optimizer).measured
 
     made = torch.optim.AdamW(model.parameters())
     # frozen, and no part of the model: it takes memory, and has no states
@@ -476,8 +475,7 @@ def test_states_of_an_optimizer_count_whether_they_exist_or_not():
     assert peak(torch.optim.SGD) == plain
 
     def on_gpu(**settings):
-        optimizer = partial(torch.optim.AdamW, **settings)
-        return update_bytes(model, optimizer, torch.device("cuda"), [])
+        return update_bytes(model, partial(torch.optim.AdamW, **settings), torch.device("cuda"), [])
 
     assert on_gpu() == on_gpu(capturable=True, lr=torch.tensor(1.0)) > on_gpu(foreach=False)
     assert {*on_gpu(fused=True)} == {on_gpu()[0]}  # its update takes nothing more
@@ -643,8 +641,7 @@ def fit_on_rank(rank, world_size, wrapper):
         split_(model, mesh)
 
     def step():
-        batch = 4 if wrapper == "TP" else 2 + 2 * rank
-        model(ids(batch)).backward()
+        model(ids(4 if wrapper == "TP" else 2 + 2 * rank)).backward()
 
     plain = wrapper != "DDP" and gradients(model, step)
     whole = fit_and_remove(model, step)  # under DDP with its first iteration

@@ -222,6 +222,5 @@ POLICIES = (
 @pytest.mark.parametrize("layout", [Layout(), Layout(2), Layout(2, True)])
 def test_the_bytes_of_layers_that_differ_are_the_measured_ones(layout):
     policies = [RecomputeConfig(recompute_policy=policy) for policy in POLICIES]
-    dtypes = torch.float32, torch.bfloat16
-    cases = [*itertools.product(MODELS.values(), policies, dtypes, [None])]
+    cases = [*itertools.product(MODELS.values(), policies, (torch.float32, torch.bfloat16), [None])]
     assert run_ranks(wrong_bytes, layout.ranks, layout, cases) == [[]] * layout.ranks

@@ -52,8 +52,7 @@ def test_the_sum_is_right_after_every_operator_of_a_training_step():
             optimizer.zero_grad()
         assert live.compared > 50
         held = sum(one.nbytes for one in model.parameters())
-        steps = 4 * len(list(model.parameters()))
-        assert live.total_bytes() == 3 * held + steps
+        assert live.total_bytes() == 3 * held + 4 * len(list(model.parameters()))
 
 
 def test_a_resize_outside_of_operators_counts_once_it_is_read_again():

@@ -38,8 +38,7 @@ def test_bytes_fall_to_the_module_whose_forward_saved_them_first():
     x = leaf(3, 7)
     with kept_for_backward(exclude=model.parameters(), model=model) as meter:
         hidden = first(x)
-        output = second(hidden)
-        total = (output * hidden).sum()
+        total = (second(hidden) * hidden).sum()
     size = 4 * 3 * 5
     # hidden is second.0's already
     assert bytes_by_label(meter) == {"first": 3 * ROW, "second.0": size, "second.1": size, "": size}

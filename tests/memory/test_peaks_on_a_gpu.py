@@ -48,8 +48,7 @@ def test_the_kept_bytes_are_the_measured_ones(row):
     config = config_of(row)
     stage = whole_model(config.model.num_layers)
     plan = plan_stage(config.recompute, stage.num_layers)
-    sizes = Sizes.of(config, device="cuda", stage=stage)
-    assert activation_bytes(plan, sizes) == row["kept_bytes"]
+    assert activation_bytes(plan, Sizes.of(config, device="cuda", stage=stage)) == row["kept_bytes"]
 
 
 @pytest.mark.usefixtures("earlier_kernels")

@@ -18,8 +18,7 @@ def a_document_sees_its_neighbour(bounds_of, samples, eod):
 @replaces("masked_mean", batches, test_documents)
 def a_rank_counts_its_own_tokens_only(mean, counts, parallel, *, per_token):
     total = torch.tensor(float(sum(counts)), dtype=torch.float64)
-    factors = mean(counts, parallel, per_token=per_token).factors
-    return MaskedMean(factors, total)
+    return MaskedMean(mean(counts, parallel, per_token=per_token).factors, total)
 
 
 PACKED = test_documents.test_packed_documents_have_the_loss_and_gradients_of_documents_one_by_one

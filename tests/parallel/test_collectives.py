@@ -48,7 +48,6 @@ def test_broadcast_counts_its_source_within_the_group():
 
     def work(rank, world_size):
         group = dist.new_group([1, 2])
-        tensor = torch.full((2,), float(rank))
-        return broadcast_(tensor, group).tolist() if rank else None
+        return broadcast_(torch.full((2,), float(rank)), group).tolist() if rank else None
 
     assert run_ranks(work, T) == [None, [1.0, 1.0], [1.0, 1.0]]

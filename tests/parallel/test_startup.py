@@ -192,8 +192,7 @@ def test_a_name_that_leads_to_the_loopback_is_an_error_on_several_hosts(arrive):
     def place(rank, address):
         return {"host": f"node{rank}", "gloo_address": address}
 
-    addresses = ["10.0.0.1", "127.0.1.1"]
-    outcomes, _ = arrive(2, place=lambda rank: place(rank, addresses[rank]))
+    outcomes, _ = arrive(2, place=lambda rank: place(rank, ["10.0.0.1", "127.0.1.1"][rank]))
     assert "gloo would listen at 127.0.1.1 on node1" in told(outcomes)
     assert "node0 cannot reach it: set GLOO_SOCKET_IFNAME" in told(outcomes)
     assert arrive(2, place=lambda rank: place(rank, None)) == ([None, None], [])

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as functional
 from torch.masked import masked_tensor
+from torch.utils._mode_utils import no_dispatch
 
 from megatron_lite.parallel import tensor_hash as module
 from megatron_lite.parallel.collectives import odd_ones_out
@@ -71,26 +72,38 @@ def test_ranks_that_differ_know_who_is_alone(changed, odd):
         tensors = [torch.arange(9.0), torch.arange(8.0)]
         if parallel.rank in changed:
             tensors[1][3] += 1e-6 * (1.0 if len(changed) == 2 else parallel.rank + 1.0)
-        hashes = torch.stack([quick_hash(one) for one in tensors])
-        return odd_ones_out(hashes, parallel.tp_group)
+        return odd_ones_out(torch.stack([quick_hash(one) for one in tensors]), parallel.tp_group)
 
     assert on_ranks(work, 4, tp_size=4) == odd
+
+
+class Noted(torch.Tensor):
+    """A tensor with memory of its own and an attribute."""
+
+    def detach(self):
+        self.notes = ""
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        with no_dispatch():
+            return func(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize(
     "make",
     [
+        lambda one: torch.tensor([one]).as_subclass(Noted),
         # The dense form of an adjacency matrix may need more memory than there is.
         lambda one: torch.sparse_coo_tensor([[0, one], [1, 0]], torch.ones(2), [10**7] * 2),
         lambda one: masked_tensor(torch.ones(2), torch.eye(2)[one] > 0),
     ],
 )
-def test_a_sparse_tensor_has_the_hash_of_its_parts(make):
+def test_tensors_of_other_kinds_have_the_hash_of_their_parts(make):
     first, same, other = map(quick_hash, map(make, (0, 0, 1)))
     assert first == same != other
 
 
 def test_a_hash_waits_for_the_collective_of_its_tensor(monkeypatch):
     monkeypatch.setattr(functional, "wait_tensor", torch.exp_)
-    late = functional.AsyncCollectiveTensor(torch.zeros(4))
-    assert quick_hash(late) == quick_hash(torch.ones(4))
+    assert quick_hash(functional.AsyncCollectiveTensor(torch.zeros(4))) == quick_hash(torch.ones(4))

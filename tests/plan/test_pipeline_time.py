@@ -24,8 +24,7 @@ def test_every_layout_takes_as_long_as_in_the_other_simulator(num_chunks):
 @pytest.mark.parametrize("num_chunks", [1, 2])
 def test_transfers_delay_and_without_overlap_they_delay_more(num_chunks):
     def end(transfer, overlap):
-        passes = [[(1.0, 2.0)] * num_chunks] * 4
-        return max(run_pipeline(Durations(passes, transfer, overlap), 16))
+        return max(run_pipeline(Durations([[(1.0, 2.0)] * num_chunks] * 4, transfer, overlap), 16))
 
     assert end(0.0, True) == end(0.0, False)
     assert end(0.0, True) < end(0.1, True) < end(0.1, False)

@@ -177,8 +177,7 @@ def _same(config, names):
 def _expert_settings(config):
     if config.num_experts is None:
         return {}
-    names = {one.name for one in fields(ExpertSettings)} - ONLY_HERE.keys()
-    found = _same(config, names)
+    found = _same(config, {one.name for one in fields(ExpertSettings)} - ONLY_HERE.keys())
     found |= {"num_moe_experts": found.pop("num_experts"), "moe_token_dispatcher_type": "allgather"}
     return {
         name: list(value) if isinstance(value, tuple) else value for name, value in found.items()

@@ -13,8 +13,7 @@ from tests.support.gpus import show_gpus
 
 @given(peak=st.floats(1e9, 1e15), half=st.floats(0.0, 1e4))
 def test_exact_rates_give_the_curve_that_made_them(peak, half):
-    samples = [(size, peak * size / (size + half)) for size in (16, 64, 128, 1024)]
-    found = calibrate.fit(samples)
+    found = calibrate.fit([(size, peak * size / (size + half)) for size in (16, 64, 128, 1024)])
     assert found == (pytest.approx(peak, rel=1e-3), pytest.approx(half, rel=1e-3, abs=1e-3))
 
 

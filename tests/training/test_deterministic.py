@@ -45,8 +45,7 @@ def test_no_figure_depends_on_memory_that_nothing_has_written(
     assert not torch.utils.deterministic.fill_uninitialized_memory
     assert torch.are_deterministic_algorithms_enabled()
     with monkeypatch.context() as patch:
-        poisoned = SimpleNamespace(fill_uninitialized_memory=True)
-        patch.setattr(torch.utils, "deterministic", poisoned)
+        patch.setattr(torch.utils, "deterministic", SimpleNamespace(fill_uninitialized_memory=True))
         torch._C._set_deterministic_fill_uninitialized_memory(True)
         assert torch.empty(3).isnan().all()
         weights = run("poisoned")
