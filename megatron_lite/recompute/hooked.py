@@ -159,8 +159,8 @@ Form = tuple[tuple[int, ...], torch.dtype, torch.device]  # what a replay must r
 
 def form_of(tensor: Tensor) -> Form:
     """Returns the form of a saved tensor."""
-    shape = tensor.shape if tensor.layout == torch.jagged else shape_of(tensor)
-    return shape, tensor.dtype, tensor.device
+    is_strided = tensor.is_nested and tensor.layout == torch.strided
+    return shape_of(tensor) if is_strided else tensor.shape, tensor.dtype, tensor.device
 
 
 class _LayerCall:
