@@ -114,10 +114,10 @@ def confirmed_fit(
         limit = limit and min(every)
         with unchanged(model), without_layerdrop(model) as notes:
             measured = partial(Measurement, model, lists, optimizer=optimizer, ranks=ranks)
-            if not maximize or not limit:
-                fit = fitted(measured(step), limit)
-            else:
+            if maximize and limit:
                 fit = _largest_batch(lambda batch: measured(lambda: step(batch)), limit)
+            else:
+                fit = fitted(measured(step), limit)
             return replace(fit, notes=notes + fit.notes)
 
 

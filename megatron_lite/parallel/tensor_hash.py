@@ -103,7 +103,7 @@ def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
 def _is_empty(tensor: Tensor) -> bool:
     """Tells whether a tensor of another class has no memory of its own."""
     try:
-        return tensor.untyped_storage().data_ptr() == 0
+        return not tensor.untyped_storage().data_ptr()
     except RuntimeError:
         return True
 
