@@ -38,8 +38,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.here:
         venv = os.environ.get("VENV", ".venv")
-        text = script(README, without_tests=args.without_tests, venv=venv)
-        return run(text, ROOT, os.environ)
+        return run(script(README, without_tests=args.without_tests, venv=venv), ROOT, os.environ)
     with tempfile.TemporaryDirectory() as name:
         clone = Path(name, "megatron_lite")
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)

@@ -112,6 +112,7 @@ class Step:
         self._largest: tuple[int, Any] = (0, None)
         self._events: list[Event] = []
         self._is_compiled = False
+        self.draws = False  # random numbers, as the last run has shown
         self.is_divided = False  # over tensor-parallel ranks, as the last read run has seen
         self.sharing = Sharing(self.numbers)  # of the last run that took notes
 
@@ -156,13 +157,14 @@ class Step:
         self.numbers.default_factory = count(number).__next__
 
     def _checked_step(self) -> None:
-        before = self._largest[0]
+        before, drawn = self._largest[0], _states()
         try:
             self._step()
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, torch.OutOfMemoryError) or not is_out_of_memory(error):
                 raise
             raise torch.OutOfMemoryError(f"{type(error).__name__}: {error}") from error
+        self.draws = _states() != drawn
         if self._is_compiled:
             raise ValueError(COMPILED.format("the model"))
         self._first = first = self._first or self._shapes
@@ -247,6 +249,12 @@ class Step:
             yield layer.register_forward_hook(
                 lambda one, args, output: mark(one, FORWARD_END, output, BACKWARD)
             )
+
+
+def _states() -> list[Any]:
+    """Returns what differs once random numbers have been drawn."""
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [id(global_states()), *(bytes(x.numpy()) for x in [torch.get_rng_state(), *on_gpus])]
 
 
 def _kept(tensor: Tensor) -> Callable[[], Tensor]:

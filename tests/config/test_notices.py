@@ -64,8 +64,7 @@ def test_a_run_has_notices_of_its_settings_its_placement_and_its_kernels():
         "--recompute-modules core_attn saves next to nothing on cuda",
         "--use-distributed-optimizer",
     ]
-    in_log = notices(config, "log", device="cuda", here=here("fp32"))
-    assert in_log[0].startswith(HASH)
+    assert notices(config, "log", device="cuda", here=here("fp32"))[0].startswith(HASH)
     assert notices(config, "placement", world_size=2) == []
 
 

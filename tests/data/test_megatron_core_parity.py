@@ -148,8 +148,7 @@ def test_documents_have_the_masks_and_positions_of_theirs(flags):
         text = packed_text(seed, most=1 + seed)
         ours = cut(text, rules=rules)
         own_mask, (position_ids, cu_seqlens) = ours.loss_mask, ours.documents
-        given = [one is not None for one in (own_mask, position_ids, cu_seqlens)]
-        assert given == list(flags)
+        assert [one is not None for one in (own_mask, position_ids, cu_seqlens)] == list(flags)
         for number, tokens in enumerate(text[:, :-1]):
             attention, loss, positions = gpt_dataset._get_ltor_masks_and_position_ids(
                 tokens, EOD, reset_positions, reset_attention, mask_loss, True

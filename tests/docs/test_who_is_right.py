@@ -8,8 +8,7 @@ import pytest
 from benchmarks import who_is_right
 from benchmarks.who_is_right import BEGIN, END, ENGINES, NOT_APPLICABLE, NUM_OTHERS, OURS, TABLES
 
-PATH = Path(__file__).resolve().parents[2] / "docs" / "who-is-right.md"
-PAGE = PATH.read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "who-is-right.md").read_text()
 GENERATED = PAGE.split(BEGIN)[1].split(END)[0]
 
 

@@ -102,8 +102,7 @@ def nothing_is_discarded(_):
 def the_tail_of_every_layer_is_skipped(chain, plan, segment, part, *others, **facts):
     def run(hidden_states, *extras):
         for single in part:
-            layer = chain(plan, segment, [single], *others, **facts)
-            hidden_states = layer(hidden_states, *extras)
+            hidden_states = chain(plan, segment, [single], *others, **facts)(hidden_states, *extras)
         return hidden_states
 
     return run

@@ -70,8 +70,8 @@ def test_every_micro_batch_passes_every_stage_once_and_nobody_waits_for_ever(num
         }
         assert all(len(own) == len(everything) and set(own) == everything for own in actions)
         duration, _ = simulate(actions, num_chunks)
-        idle = Fraction(size - 1, num_chunks * microbatches)  # section 2.2 of 2104.04473
-        assert duration == 3 * microbatches * (1 + idle)
+        # section 2.2 of 2104.04473
+        assert duration == 3 * microbatches * (1 + Fraction(size - 1, num_chunks * microbatches))
 
 
 @pytest.mark.parametrize("num_chunks", range(1, 5))

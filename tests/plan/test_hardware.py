@@ -55,8 +55,7 @@ def test_each_machine_plans_and_says_where_its_figures_are_from(name):
     machine = load_hardware(name)
     assert machine.name == name
     said = {word for key in machine.sources for word in re.split(r", |\.", key)}
-    own = json.loads((MACHINES / f"{name}.json").read_text())
-    figures = own.keys() | {"peak_flops"}
+    figures = json.loads((MACHINES / f"{name}.json").read_text()).keys() | {"peak_flops"}
     assert machine.device == "cpu" or figures - NOT_OF_A_CARD <= said
     found = Search(Problem(small_run(), machine, num_ranks=2)).find(machine.memory_bytes)
     assert found.plans[0].peak.num_bytes < machine.memory_bytes

@@ -109,8 +109,7 @@ def faults_in_fsdp1(rank, world_size):
             ("*:ops(matmul)", not use_orig_params),
             ("*:full@host", use_orig_params),
         ):
-            found = trained_in_fsdp1(rank, policy, policy_first, use_orig_params)
-            assert_equal(found, expected)
+            assert_equal(trained_in_fsdp1(rank, policy, policy_first, use_orig_params), expected)
     layer = Deep()
     layer.inner = FullyShardedDataParallel(layer.inner, device_id=CPU)
     with pytest.raises(ValueError, match="around a part of a layer"):
@@ -128,8 +127,7 @@ def trained_in_dtensors(world_size, policy, seed=3):
     model, mesh = Model(Block), init_device_mesh("cpu", (world_size,))
     for layer in model.layers:
         layer.dropout.p = 0.0
-        plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
-        parallelize_module(layer, mesh, plan)
+        parallelize_module(layer, mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
     put(model, policy)
     return of_micro_batches(model)
 

@@ -72,8 +72,7 @@ def test_a_layer_may_run_a_backward_of_its_own_in_its_forward(rng):
     """It reads what is still on its way."""
 
     def layer(hidden, _):
-        energy = hidden.tanh().exp().sum()
-        (force,) = torch.autograd.grad(energy, hidden, create_graph=True)
+        (force,) = torch.autograd.grad(hidden.tanh().exp().sum(), hidden, create_graph=True)
         return force.square() + hidden.sin()
 
     copy_streams = Late()

@@ -166,8 +166,7 @@ def under_vmap(model):
 
 
 def traced(model):
-    again = torch.jit.trace(model, batches()[0], check_trace=False)
-    summed(again, batches()[1]).backward()
+    summed(torch.jit.trace(model, batches()[0], check_trace=False), batches()[1]).backward()
 
 
 def in_one_graph(model):

@@ -46,8 +46,7 @@ def of_policies(rank, world_size, variant, layout):
         for text in ("*:none", *POLICIES):
             for others in OTHERS if "full+mlp" in text and layout.ranks == 1 else ({},):
                 case = f"{text} {others}"
-                recompute = RecomputeConfig(recompute_policy=text, **others)
-                plan = plan_stage(recompute, NUM_LAYERS)
+                plan = plan_stage(RecomputeConfig(recompute_policy=text, **others), NUM_LAYERS)
                 parallel = with_new_streams(parallel)
                 model = layout.model(config, parallel, plan=plan)
                 found = loss_and_grads(model, parallel)
@@ -95,8 +94,7 @@ def of_policies(rank, world_size, variant, layout):
 def test_bits_bytes_and_collectives_of_tiles(variant, layout):
     """Policies with the same tiles give the same bits, also verified and with the whole tail.
     Against the whole MLP only the sums of weight gradients round otherwise."""
-    found = run_ranks(of_policies, layout.ranks, variant, layout)
-    assert found == [[]] * layout.ranks
+    assert run_ranks(of_policies, layout.ranks, variant, layout) == [[]] * layout.ranks
 
 
 def test_the_hooks_of_a_parameter_run_once_with_the_whole_gradient():

@@ -90,8 +90,7 @@ def modules(policy, training):
                 continue
 
             def make(info=info, made=made):
-                module = info.module_cls(*made.args, **made.kwargs)
-                return module.train(training)
+                return info.module_cls(*made.args, **made.kwargs).train(training)
 
             name = f"{info.name}#{number} {'train' if training else 'eval'}"
             yield name, make, given.args, given.kwargs

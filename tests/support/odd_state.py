@@ -188,8 +188,7 @@ class Differentiates(Block):
 class WritesArgument(Block):
     def forward(self, hidden):
         hidden.mul_(2).add_(1)
-        product = self.body(hidden.clone())
-        return product + hidden.mul_(0.5)
+        return self.body(hidden.clone()) + hidden.mul_(0.5)
 
 
 class WritesProduct(Block):
@@ -433,8 +432,7 @@ class WritesSaved(Block):
     """Writes to a result that an operator saved; plain torch refuses."""
 
     def forward(self, hidden):
-        product = torch.sigmoid(self.body(hidden))
-        return product.mul_(2.0)
+        return torch.sigmoid(self.body(hidden)).mul_(2.0)
 
 
 class RRelu(Block):
@@ -789,8 +787,7 @@ def by_a_copy(model, number):
     if not hasattr(model, "extra"):
         model.extra = copy.copy(model.layers[1])
         model.extra._modules = {**model.extra._modules, "first": nn.Linear(6, 12)}
-    hidden = model.extra(model.layers[0](model.embedding(batches()[number])))
-    return hidden.square().mean()
+    return model.extra(model.layers[0](model.embedding(batches()[number]))).square().mean()
 
 
 def in_two_threads(model, number):

@@ -37,8 +37,7 @@ def loaded_into(trainer, parallel, run):
     """Loads the step that the run would begin with. Returns its notices."""
     start = find_start(run.checkpoint, parallel)
     parts = (trainer.model, trainer.optimizer)
-    data = trainer.datasets.identity
-    return load_checkpoint(start, run, parallel, *parts, data=data)
+    return load_checkpoint(start, run, parallel, *parts, data=trainer.datasets.identity)
 
 
 def state_of(model, optimizer, **others):

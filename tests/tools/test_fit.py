@@ -127,8 +127,7 @@ def sharded(rank, world_size):
     model = transformers.LlamaForCausalLM(transformers.AutoConfig.for_model(**LLAMA)).train()
     lists = layer_lists(model, None)
     shard_(model, lists["model.layers"], init_device_mesh("cpu", (world_size,)))
-    gauge = FakeGauge  # it reads real tensors as well
-    return Measurement(model, lists, step_of(model, 64), AT_ONCE, gauge).peak()
+    return Measurement(model, lists, step_of(model, 64), AT_ONCE, FakeGauge).peak()
 
 
 @pytest.mark.usefixtures("two_actions")
@@ -267,8 +266,7 @@ def test_a_model_may_copy_its_parts(monkeypatch):
 @pytest.mark.usefixtures("two_actions")
 def test_a_sample_has_one_label_where_whole_texts_are_classified():
     config = dict(BERT, architectures=["BertForSequenceClassification"], id2label={0: "reward"})
-    fit = fit_of(config, seq_length=32)
-    assert "labels (1,)" in str(fit)
+    assert "labels (1,)" in str(fit_of(config, seq_length=32))
 
 
 @pytest.mark.usefixtures("two_actions")
@@ -304,8 +302,7 @@ def test_stand_ins_for_alike_layers_change_no_figure(config, trainable, monkeypa
     # The merger of images reads some layers of the tower, which no other layer is like.
     assert replaced and sum(map(bool, odd_ones)) == bool(images) and not odd_ones[-1]
     monkeypatch.setattr(StandIns, "__call__", lambda self, step, gauge, actions: step.run(gauge()))
-    whole = fit_of(config, **settings)
-    assert figures(quick) == figures(whole)
+    assert figures(quick) == figures(fit_of(config, **settings))
 
 
 def test_a_comparison_inside_of_an_operator_decides_nothing():
@@ -325,8 +322,7 @@ def figures(fit):
 @pytest.mark.usefixtures("two_actions")
 def test_a_decoder_without_its_encoder_runs_without_a_cache():
     config = dict(BART, model_type="blenderbot", architectures=["BlenderbotForCausalLM"])
-    fit = fit_of(config, seq_length=16)
-    assert [*fit.policies] == ["model.decoder.layers"]
+    assert [*fit_of(config, seq_length=16).policies] == ["model.decoder.layers"]
 
 
 @pytest.mark.usefixtures("two_actions")

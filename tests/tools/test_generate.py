@@ -138,8 +138,7 @@ class ByteTokenizer:
 
 
 def test_a_character_of_several_tokens_appears_once_it_is_complete():
-    tokens = list("né→x".encode())
-    pieces = text_pieces(ByteTokenizer(), list(b"caf"), tokens)
+    pieces = text_pieces(ByteTokenizer(), list(b"caf"), list("né→x".encode()))
     assert "|".join(pieces) == "n||é|||→|x|"
 
 

@@ -46,8 +46,7 @@ def part(name, whole, rank, size):
         return padded.chunk(size)[rank]
     rows = whole.ndim - 2 if name.endswith("weight") else 0  # experts have a dim in front
     if "linear_fc1" in name and whole.shape[rows] in (80, 48, 44):  # [gate; up]
-        blocks = whole.chunk(2, rows)
-        return torch.cat([block.chunk(size, rows)[rank] for block in blocks], rows)
+        return torch.cat([block.chunk(size, rows)[rank] for block in whole.chunk(2, rows)], rows)
     if "linear_fc1" in name or "linear_qkv" in name:
         return whole.chunk(size)[rank]
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
