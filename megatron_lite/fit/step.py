@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from copy import copy
+from ctypes import string_at
 from functools import partial
 from itertools import chain, count
 from typing import Any, NamedTuple
@@ -254,7 +255,8 @@ class Step:
 def _states() -> list[Any]:
     """Returns what differs once random numbers have been drawn."""
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return [id(global_states()), *(bytes(x.numpy()) for x in [torch.get_rng_state(), *on_gpus])]
+    found = [torch.get_rng_state(), *on_gpus]  # no mode of fake tensors may see them
+    return [id(global_states()), *(string_at(one.data_ptr(), one.nbytes) for one in found)]
 
 
 def _kept(tensor: Tensor) -> Callable[[], Tensor]:
