@@ -242,6 +242,7 @@ class Measurement:
                 remove_policy_(self.model)
             self._apply_(actions)
             spans = self._read()
+            self._ranks.agreed(self._check_layers)
             if self._gauge is cpu_gauge:  # its profiler takes time by itself
                 runs = [self._step.run(clock(), takes_notes=False) for _ in range(TIMED)]
                 times = [min(one.nanoseconds for one in same) for same in zip(*runs, strict=False)]
@@ -250,6 +251,14 @@ class Measurement:
             return self._completed(spans)
         finally:
             remove_policy_(self.model)
+
+    def _check_layers(self) -> None:
+        """Raises ValueError if a layer has run before, and not in the last run with notes."""
+        if not self._around and len(self._step.sharing.needs) < len(self._step.numbers):
+            raise ValueError(
+                "the step calls other layers in each run, though the global generators are "
+                "restored: let it call all of them while it is measured"
+            )
 
     def _calls(self, spans: list[Span]) -> Counter[nn.Module]:
         layers = [*self._step.numbers]
@@ -594,7 +603,7 @@ def _of_all_ranks(
     if any(one != orders[0] for one in orders):
         raise ValueError(
             "the ranks call other layers, or in another order, so no policy serves all of "
-            "them: fit the model before it is split into stages"
+            "them: fit the model before it is split into stages, and let chance drop no layers"
         )
     if any(one.keys() != shared[0].keys() for one in shared):
         return {}

@@ -26,6 +26,7 @@ from enum import Enum
 from functools import cached_property, lru_cache, partial
 from itertools import chain
 from operator import is_, itemgetter
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +53,7 @@ CONSTANT = (
     Enum,
     types.BuiltinFunctionType,
     types.ModuleType,
+    Thread,  # it changes by itself
 )
 UNSET = object()  # in the place of a slot without a value
 CONTAINERS = (OrderedDict, dict, list, tuple, set, frozenset, deque)

@@ -13,6 +13,7 @@ from tokenizers.models import WordLevel
 from torch import nn
 
 from megatron_lite import api
+from tests.support.foreign_families import qwen3
 
 pytestmark = pytest.mark.usefixtures("two_actions")
 
@@ -22,18 +23,7 @@ QUIET = dict(per_device_train_batch_size=2, use_cpu=True, save_strategy="no", di
 def language_model():
     """In eval mode, as `from_pretrained` returns it."""
     torch.manual_seed(1)
-    return transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=3,
-            vocab_size=60,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            attention_dropout=0.1,
-        )
-    ).eval()
+    return qwen3().eval()
 
 
 def rows():
@@ -108,8 +98,9 @@ def test_the_trainer_of_transformers_is_measured_by_its_own_step(tmp_path, capsy
             gradient_checkpointing=budget is not None,
             **QUIET,
         )
-        kind = type("SummedTrainer", (Summed, transformers.Trainer), {})  # a late import too
-        trainer = kind(language_model(), settings, list, train_dataset=rows())
+        trainer = type("SummedTrainer", (Summed, transformers.Trainer), {})(  # a late import too
+            language_model(), settings, list, train_dataset=rows()
+        )
         sampler = Drawing(rows())
         sampler.generator = torch.Generator()
         # As the samples stand, so the largest batch is the second one.
@@ -138,11 +129,12 @@ def test_sft_with_an_adapter_trains_to_the_same_bits(tmp_path):
     datasets = pytest.importorskip("datasets")
 
     def train(budget):
-        data = [{"input_ids": one["labels"].tolist()} for one in rows()]
         trainer = trl.SFTTrainer(
             language_model(),
             trl.SFTConfig(str(tmp_path), max_steps=2, bf16=False, **QUIET),
-            train_dataset=datasets.Dataset.from_list(data),
+            train_dataset=datasets.Dataset.from_list(
+                [{"input_ids": one["labels"].tolist()} for one in rows()]
+            ),
             peft_config=peft.LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1),
             processing_class=transformers.PreTrainedTokenizerFast(
                 tokenizer_object=Tokenizer(WordLevel({"<pad>": 58, "<eos>": 59})),
