@@ -231,8 +231,8 @@ def test_help_on_a_flag_that_only_megatron_has_tells_what_happens_to_it(word, sa
 
 MANY = (
     "--position-embedding-type rope --swiglu --lr 3e-4 --lr-decay-style cosine --data-path a b "
-    "--split 98,2,0 --save out "
-    "--save-interval 5 --bf16 --no-bias-gelu-fusion --disable-bias-linear --hidden-size 64"
+    "--split 98,2,0 --save out --kv-channels 16 "
+    "--save-interval 5 --bf16 --no-bias-gelu-fusion --disable-bias-linear --hidden-size 62"
 )
 
 

@@ -5,7 +5,6 @@ known_models.json has the sizes of the papers and of the models' published confi
 table 3). Every preset has its published number of parameters (tests/config/test_json.py).
 """
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,6 +84,7 @@ def stored_values(path: str) -> Values:
     """
     from .input_file import read_input_text
     from .run import RunConfig
+    from .run_flags import is_derived
 
     try:
         text = read_input_text(path, LARGEST_TEXT)
@@ -94,7 +94,6 @@ def stored_values(path: str) -> Values:
         config = RunConfig.from_json(text)
     values = config.values
     for field in DERIVED_FIELDS:
-        derived: Any = {field: None}
-        if dataclasses.replace(config.model, **derived) == config.model:
+        if is_derived(config.model, field, None):
             values[field] = None
     return values

@@ -249,12 +249,12 @@ def changed_settings(config: RunConfig) -> dict[str, list[str]]:
     for name, field in run_fields().items():
         values = getattr(config, field.topic)
         value = getattr(values, name)
-        if value != field.default and not _is_derived(values, name, field.default):
+        if value != field.default and not is_derived(values, name, field.default):
             changed[name] = flag_words(name, value)
     return changed
 
 
-def _is_derived(values: Any, name: str, default: Any) -> bool:
+def is_derived(values: Any, name: str, default: Any) -> bool:
     """Returns whether the topic gives the field its value itself if it is left at the default."""
     try:
         return bool(dataclasses.replace(values, **{name: default}) == values)
