@@ -76,7 +76,7 @@ def decoder(kind, device, *, tokens=(2, 256), dtype=torch.float32, **settings):
 
 def published(name):
     """Returns what builds a Qwen3 of a published size in bf16, with 4096 tokens: for a GPU."""
-    known = known_models.preset(name)
+    known = known_models.PRESETS[name]
     config = to_hf(ModelConfig(**known.fields), known.vocab_size, "qwen3")
     return partial(decoder, "Qwen3", tokens=(1, 4096), dtype=torch.bfloat16, **config)
 

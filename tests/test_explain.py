@@ -31,6 +31,7 @@ def test_with_a_vocabulary_size_the_tokenizers_files_may_be_missing():
     found = ended(main, [*EXPLAIN, *missing])
     assert found.status == 0 and "V 128, fp32" in found.out  # 98 ids, rounded up
     assert "--vocab-file nowhere.json: no such file" in fault_of(main, [*EXPLAIN[:-2], *missing])
+    assert "set --lr; and something" in fault_of(main, EXPLAIN[:-3] + EXPLAIN[-2:])
 
 
 def test_the_last_lines_name_the_planner_which_takes_the_run(tmp_path):

@@ -9,7 +9,7 @@ from arguments import parse_args
 from megatron_lite import __main__ as command
 from megatron_lite.cli.explanation import assumed_words
 from megatron_lite.config.hf_config import from_hf
-from megatron_lite.config.known_models import PRESETS, preset
+from megatron_lite.config.known_models import PRESETS
 from megatron_lite.config.model import ModelConfig
 from tests.config.test_hf_config import GPT2, LLAMA_3_8B, QWEN2_0_5B
 from tests.support.commands import ended, fault_of, parsed_line
@@ -21,8 +21,8 @@ RUN = "--seq-length 64 --micro-batch-size 1"
 @in_one_test("flag, name", itertools.product(["--model", "--preset"], PRESETS))
 def test_the_name_gives_the_model_and_its_vocabulary(flag, name):
     parsed = parsed_line(f"{RUN} {flag} {name}")
-    assert parsed.config.model == ModelConfig(**preset(name).fields)
-    assert parsed.config.tokenizer.true_vocab_size == preset(name).vocab_size
+    assert parsed.config.model == ModelConfig(**PRESETS[name].fields)
+    assert parsed.config.tokenizer.true_vocab_size == PRESETS[name].vocab_size
     assert not [notice for notice in parsed.notices if "--model" in notice]
     assert parsed.config.training.bf16
 

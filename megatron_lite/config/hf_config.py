@@ -33,7 +33,17 @@ from pathlib import Path
 from typing import Any
 
 from . import hf_rotary, hf_rules
-from .checks import InputError, Values, as_whole, flag, input_faults, parse_json, quoted, shown
+from .checks import (
+    InputError,
+    Values,
+    as_object,
+    as_whole,
+    flag,
+    input_faults,
+    parse_json,
+    quoted,
+    shown,
+)
 from .hf_rotary import LENGTH, OF_RULE
 from .hf_rules import MOST_SIZE, REQUIRED, Config
 from .input_file import read_json
@@ -93,9 +103,7 @@ def from_hf(config: Any) -> KnownModel:
     Raises ValueError if the model_type is not known, if a key is missing or has the wrong type, or
     if a value has no counterpart.
     """
-    if not isinstance(config, dict):
-        raise ValueError("a config.json is an object")
-    name = config.get("model_type")
+    name = as_object(config, "a config.json").get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         reason = REASONS.get(str(name))
         near = get_close_matches(str(name), FAMILIES, 1) if not reason else ()

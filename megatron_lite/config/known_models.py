@@ -44,26 +44,19 @@ PRESETS = {
 }
 
 
-def preset(name: str) -> KnownModel:
-    """Returns the model with this name.
-
-    Raises InputError for an unknown name.
-    """
-    if name not in PRESETS:
-        raise InputError(
-            f"--model {quoted(name)} is not known: give one of {', '.join(PRESETS)}; for "
-            "another model give --hf-config FILE, or the flags of its sizes"
-        )
-    return PRESETS[name]
-
-
 def model_of(name: str, source: str) -> tuple[Values, KnownModel]:
     """Returns the values of the model that `--model SOURCE` or `--hf-config SOURCE` names, and it.
 
     They have the vocabulary of NullTokenizer, which adds one id to its size.
+    Raises InputError for an unknown name.
     """
     if name == "--model":
-        model = preset(source)
+        if source not in PRESETS:
+            raise InputError(
+                f"--model {quoted(source)} is not known: give one of {', '.join(PRESETS)}; for "
+                "another model give --hf-config FILE, or the flags of its sizes"
+            )
+        model = PRESETS[source]
     else:
         from .hf_config import read_hf_file
 

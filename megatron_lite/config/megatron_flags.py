@@ -169,25 +169,19 @@ def unread_faults(
 
 
 def advice(name: str, supported: Iterable[str], others: Iterable[str] = ()) -> str:
-    """Returns what to do about an unknown flag."""
-    closest = closest_flag(name, supported, others)
-    return f"did you mean {closest}?" if closest else "--help lists the flags"
-
-
-def closest_flag(name: str, supported: Iterable[str], others: Iterable[str] = ()) -> str | None:
-    """Returns the known flag that `name` was probably meant to be, or None if none is near.
+    """Returns what to do about an unknown flag: which known one was probably meant, if one is near.
 
     The order is: the flag of this name in other programs, then `supported`, then `others`.
     """
     supported = list(supported)
     other = DATA["other programs"].get(name.replace("_", "-"))
     if other in supported:
-        return str(other)
+        return f"did you mean {other}?"
     for known in (supported, others):
         for near in difflib.get_close_matches(name, known, n=1, cutoff=0.84):
             if _meaning(near) == _meaning(name):
-                return near
-    return None
+                return f"did you mean {near}?"
+    return "--help lists the flags"
 
 
 def _meaning(flag: str) -> tuple[str, set[str]]:

@@ -346,9 +346,8 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
 
         layer: the number of the layer in the whole model, counted from 0.
         """
-        assert 0 <= layer < self.num_layers, (layer, self.num_layers)
         skipped = self.window_attn_skip_freq
-        if self.window_size is None or skipped is None:
+        if skipped is None:
             return self.window_size
         # A number marks the layers without the window. A list marks the layers with it.
         return self.window_size if marks(skipped, layer) != isinstance(skipped, int) else None
@@ -376,7 +375,6 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
 
         layer: the number of the layer in the whole model, counted from 0.
         """
-        assert 0 <= layer < self.num_layers, (layer, self.num_layers)
         return self.rotates and (self.no_rope_freq is None or not marks(self.no_rope_freq, layer))
 
     def layer_is_local(self, layer: int) -> bool:

@@ -178,8 +178,6 @@ def _rule(text: str) -> Rule:
     if found is None:
         raise ValueError("expected LAYERS:ACTION, such as *:full or 0-3:core_attn")
     stage, layers, action_text, place = found.groups()
-    if "@" in (place or ""):
-        raise ValueError("expected one @place behind an action")
     action = _action(action_text.strip())
     return Rule(
         layers=tuple(_layers(one.strip()) for one in layers.split(",")),
@@ -263,7 +261,7 @@ def _store(text: str, action: LayerAction) -> str:
         if action != LayerAction():
             raise ValueError("only a layer that keeps everything has parts on the host: none@host")
         return store_of(tuple(parts))
-    (place,) = _names(text, "@", "a place", STORES)
+    (place,) = _names(text, ";", "a place", STORES)
     if place.startswith("split") and not action.unit:
         raise ValueError("only the input of a unit can be split over ranks: full@split")
     return place

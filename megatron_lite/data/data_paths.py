@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lite.config.checks import InputError, flag, input_faults, parse_json, shown
+from megatron_lite.config.checks import InputError, flag, input_faults, parse_json, quoted, shown
 from megatron_lite.config.data_settings import PER_SPLIT_PATHS, DataConfig
 from megatron_lite.config.input_file import read_input_text
 
@@ -149,8 +149,7 @@ def _read_splits(path: str) -> list[DataPath | None]:
     with input_faults(f"{source} is not JSON: ", f"; {expected}"):
         value = parse_json(text)
     if not isinstance(value, dict) or set(value) != set(SPLITS):
-        found = f"the keys {', '.join(value)}" if isinstance(value, dict) else type(value).__name__
-        raise InputError(f"{source}: found {found}, {expected}")
+        raise InputError(f"{source}: found {quoted(value)}, {expected}")
     if not value["train"]:
         raise InputError(f"{source}: train names no data, {expected}")
     paths = []

@@ -87,8 +87,6 @@ class MockDataset:
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Returns the token ids of a sample, [seq_length + 1] int64."""
-        if not 0 <= index < self.num_samples:
-            raise IndexError(f"sample {index} of {self.num_samples}")
         random = np.random.RandomState([self.seed, index])
         length = self.seq_length + 1
         # A jump lands on a random id, and each later place follows it by the rule until the next

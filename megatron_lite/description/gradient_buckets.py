@@ -90,8 +90,7 @@ def _layout(gradients: Iterable[Parameter], shards: int) -> BucketLayout:
         if gradient.partial:
             num_partial = total
     # Every rank's part must be equally long, and each must start at an aligned element.
-    if shards > 1:
-        total = _round_up(total, ALIGNMENT * shards)
+    total = _round_up(total, ALIGNMENT * shards)
     return BucketLayout(places, num_partial, total, shards)
 
 

@@ -234,7 +234,7 @@ def recuts(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
         yield config.with_fields(ends)
 
 
-def savers(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
+def savers(config: RunConfig) -> Iterator[RunConfig]:
     """Yields the layout with loss chunks and with embedding and output layer as units of FSDP2,
     which save memory, as far as the user has fixed none of these.
 
@@ -243,13 +243,12 @@ def savers(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
     if config.data_parallel.fsdp_memory_efficient_wrapping:
         return
     training = config.training
-    tokens = problem.base.data.seq_length // config.parallel.context_parallel_size
-    chunked = LOSS_CHUNK not in problem.fixed and training.loss_chunk_size is not None
-    if LOSS_CHUNK not in problem.fixed and not chunked:
+    tokens = config.data.seq_length // config.parallel.context_parallel_size
+    if training.loss_chunk_size is None:
         for size in LOSS_CHUNKS:
             if size < tokens * training.micro_batch_size:
                 yield config.with_fields({LOSS_CHUNK: size})
-    if WRAPPING not in problem.fixed and config.data_parallel.use_torch_fsdp2:
+    if config.data_parallel.use_torch_fsdp2:
         yield config.with_fields({WRAPPING: True})
 
 

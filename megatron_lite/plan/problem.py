@@ -97,8 +97,10 @@ def problem_of(
     for name in SEARCHED & values.keys():
         del values[name]
     _complete(values, chosen, notes, num_ranks)
+    policy = {name: value for name, value in chosen.items() if name in of_policy}
     with input_faults():
         base = build_run(values)
+        base.recompute.instead(**policy)
     if base.tokenizer.vocab_size is None:
         kind = base.tokenizer.tokenizer_type
         number = base.tokenizer.padded_vocab_size or IDS.get(kind or "", USUAL_IDS)
@@ -107,9 +109,6 @@ def problem_of(
             f"--vocab-size {number} is assumed: a plan reads no file of the {kind}, so give its "
             "number of ids"
         )
-    policy = {name: value for name, value in chosen.items() if name in of_policy}
-    with input_faults():
-        base.recompute.instead(**policy)
     dimensions = SEARCHED.union(DATA_PARALLEL, [WRAPPING, RESHARD, OFFLOAD, *FORMATS])
     fixed = {name: value for name, value in chosen.items() if name in dimensions}
     fixes_policy = bool(policy) or base.compiles_layers

@@ -178,7 +178,7 @@ class Search:
                     too_large.append(config)
                 else:
                     push(seconds, 3, config, time)
-                    push_new(savers(problem, config), 2)
+                    push_new(savers(config), 2)
             else:
                 number_fitted += bool(plans)
                 plan = self.fit(config, budget_bytes, or_smallest=False, climbs=False)
@@ -225,7 +225,7 @@ class Search:
 
         least = sorted(too_large, key=size)[:SMALLEST_TRIED]
         for config in least[:1]:
-            least += savers(self.problem, config)
+            least += savers(config)
         found = [self.fit(config, 0) for config in least]
         return min(found, key=lambda plan: plan.peak.num_bytes, default=None)
 

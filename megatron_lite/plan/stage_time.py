@@ -112,7 +112,7 @@ def stage_time(run: TimedRun, stage: Stage, plan: RecomputePlan) -> StageTime:
     seconds = hardware.memory_seconds(_summed_bytes(run) * parameters) + hardware.kernel_s
     backward.append((clock.work(GRADIENT_SUMS, seconds, 1.0), 1.0))
     terms = activation_terms(plan, sizes) if plan.uses_stores else []
-    moved = [one for one in terms if one.on_host and one.layer is not None]
+    moved = [one for one in terms if one.on_host]
     copied = sum(one.num_bytes for one in moved) / hardware.host_bandwidth
     # Backward begins with the last layer, and nothing runs beside the copies of that one.
     copies = math.inf, len({one.layer for one in moved}) or 1

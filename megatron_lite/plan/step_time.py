@@ -123,7 +123,7 @@ def step_time(
             ]
             for replay, one in zip(replays or [0.0] * p, ranks, strict=True)
         ],
-        transfer if p > 1 else 0.0,
+        transfer,
         parallel.overlap_p2p_comm,
     )
     ends = (shortest_pipeline if bound else run_pipeline)(durations, num_microbatches)

@@ -187,10 +187,9 @@ def fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
     noise can cause, becomes 0.
     """
     dimensions, rates = np.array(samples, dtype=float).T
-    if len({*dimensions}) > 1:
-        slope, inverse = np.polyfit(1 / dimensions, 1 / rates, 1, w=rates)
-        if slope >= 0 and inverse > 0:
-            return float(1 / inverse), float(slope / inverse)
+    slope, inverse = np.polyfit(1 / dimensions, 1 / rates, 1, w=rates)
+    if slope >= 0 and inverse > 0:
+        return float(1 / inverse), float(slope / inverse)
     return float(np.sum(rates**2) / np.sum(rates)), 0.0
 
 

@@ -97,7 +97,10 @@ ULYSSES = "--context-parallel-algo ulysses_cp_algo"
             f"{MOE} --moe-router-score-function sigmoid --moe-router-pre-softmax",
             f"{MOE} --moe-router-score-function sigmoid",
         ),
-        (f"{MOE} --first-k-dense-replace 1", f"{MOE} --moe-layer-freq [0]*1+[1]*1"),
+        (
+            f"{MOE} --num-layers 4 --first-k-dense-replace 1 --moe-layer-freq 2",
+            f"{MOE} --num-layers 4 --moe-layer-freq [0,0,1,0]",
+        ),
         (
             "--recompute-granularity full --recompute-method block --recompute-num-layers 0 "
             "--attn-logit-softcapping 50 --output-logit-softcapping 30",

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from megatron_lite.config.known_models import PRESETS, preset
+from megatron_lite.config.known_models import PRESETS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.states import parameter_count
@@ -110,7 +110,7 @@ ROUNDED = {"gpt3-175b": 175, "22b": 22, "175b": 175, "530b": 530, "1t": 1000}
 
 
 def count(name):
-    known = preset(name)
+    known = PRESETS[name]
     return parameter_count(ModelConfig(**known.fields), known.vocab_size)
 
 

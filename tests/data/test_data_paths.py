@@ -59,7 +59,7 @@ def test_the_file_of_words_is_the_same_as_the_flag(tmp_path):
     "content, message",
     [
         ("{", "is not JSON"),
-        ('{"train": ["a"]}', "found the keys train"),
+        ('{"train": ["a"]}', "found {'train'"),
         ('{"train": [], "valid": [], "test": []}', "train names no data"),
         ('{"train": [true], "valid": [], "test": []}', "train is no list of texts and numbers"),
         ('{"train": [-1, "a"], "valid": [], "test": []}', "Every weight must be above 0"),

@@ -94,11 +94,13 @@ def test_truncation_and_padding_of_the_file_do_not_touch_documents(tmp_path):
     assert hugging_face(tmp_path).tokenize("a") == [0]
 
 
-@pytest.mark.parametrize("eos_token", ["<x>", {"content": "<x>", "lstrip": False}])
-def test_eos_token_of_the_tokenizer_config_ends_a_document(tmp_path, eos_token):
+@pytest.mark.parametrize(
+    "eos_token, eod", [("<x>", 5), ({"content": "<x>", "lstrip": False}, 5), (None, 6)]
+)
+def test_eos_token_of_the_tokenizer_config_ends_a_document(tmp_path, eos_token, eod):
     write_hugging_face(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
-    assert hugging_face(tmp_path).eod == 5
+    assert hugging_face(tmp_path).eod == eod
 
 
 @pytest.mark.parametrize("content", [r'{"eos_token": "\ud800"}', "[]", "{"])

@@ -77,7 +77,7 @@ def test_nothing_that_is_searched_is_faster_than_the_first_plan(run, num_ranks, 
         for cut in with_every_cut(problem, variant)
     ]
     for config in left:
-        left += savers(problem, config)
+        left += savers(config)
         chosen = search.fit(config, limit * GIB)
         if chosen.peak.fits(limit * GIB):
             times.append(search.time(chosen.config).seconds)

@@ -211,7 +211,7 @@ class _Machine(pickle._Unpickler):
     def _setitems(self, pair: Sequence[Any] = ()) -> None:
         items = pair or self.pop_mark()  # type: ignore[attr-defined]
         found = self.stack[-1]
-        if type(found) is not dict or len(items) % 2:
+        if type(found) is not dict:
             raise ValueError("items are set in what is no dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
             found[_key(key)] = value
