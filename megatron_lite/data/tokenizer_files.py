@@ -38,7 +38,7 @@ def read_files(config: TokenizerConfig) -> dict[str, Path]:
     """Returns the paths of the files that a tokenizer reads, by the names under which they are
     stored. Each may be given as its folder."""
     found = {}
-    for field, name in READ_FILES.get(str(config.tokenizer_type), {}).items():
+    for field, name in READ_FILES[str(config.tokenizer_type)].items():
         path = Path(str(getattr(config, field)))
         found[name] = path / name if path.is_dir() else path
     return found
@@ -114,7 +114,7 @@ def config_of(names: Collection[str], folder: Path, vocab_size: int) -> Tokenize
 
 def _paths(kind: str | None, folder: Path) -> dict[str, Any]:
     """Returns the fields of a config that name the files of a tokenizer in a folder."""
-    return {field: str(folder / name) for field, name in READ_FILES.get(str(kind), {}).items()}
+    return {field: str(folder / name) for field, name in READ_FILES[str(kind)].items()}
 
 
 def _check_ids(values: Mapping[str, Any], name: str, vocab_size: int | None) -> None:

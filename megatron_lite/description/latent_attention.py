@@ -80,8 +80,7 @@ def _of_rotated(of: Sizes) -> int:
 
 
 def _latent(of: Sizes, name: str, channels: int) -> KeptTensor:
-    kind = "normed latent" if of.model.qk_layernorm else "latent"
-    return KeptTensor(f"{name} {kind}", of.local_tokens * channels * of.element_bytes)
+    return KeptTensor(f"{name} latent", of.local_tokens * channels * of.element_bytes)
 
 
 def _down(

@@ -255,7 +255,7 @@ class LayerDescription(NamedTuple):
         """
         calls = []
         for one in reversed(self.operations):
-            if not one.calls or (region is not None and region not in one.regions):
+            if region is not None and region not in one.regions:
                 continue
             found = [number for number, call in enumerate(one.calls) if call.output_only]
             calls += [(one.name, number) for number in found]

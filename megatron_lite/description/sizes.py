@@ -313,8 +313,7 @@ class Sizes:
     @cached_property
     def gathers(self) -> tuple[Collective, ...]:
         """The all-gather of [s', b, h] to [s/c, b, h] under sequence parallelism."""
-        several = self.tp_size > 1 and self.sequence_parallel
-        return (Collective(ALL_GATHER, self.whole),) * several
+        return (Collective(ALL_GATHER, self.whole),) * self.sequence_parallel
 
     def wide(self, num_bytes: int) -> int:
         """Returns the bytes of a tensor of activations in float32."""

@@ -332,7 +332,7 @@ def _spreads(problem: Problem, row: Row) -> Iterator[Row]:
     size_asked, share_asked, kind_asked = map(problem.fixed.get, EXPERTS)
     model, tensor = problem.base.model, row[TENSOR]
     experts = 1 if row.get("use_torch_fsdp2") else model.num_experts or 1
-    ranks = problem.num_ranks // (row[PIPELINE] * row.get(INSTANCES, 1))
+    ranks = problem.num_ranks // (row[PIPELINE] * row[INSTANCES])
     fewest = 1 if experts > 1 else tensor
     for size in [size_asked] if size_asked else range(1, experts + 1):
         kinds = ("allgather", "alltoall")[: 1 + (size > model.moe_router_topk)]

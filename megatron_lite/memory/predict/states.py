@@ -282,7 +282,7 @@ def update_memory(
     sharding, shards = config.data_parallel, config.shards(dp_cp_size)
     element, grad = FORMATS[config.training.precision], FORMATS[config.optimizer.main_grads_dtype]
     in_bf16 = sharding.grad_reduce_in_bf16 and config.optimizer.main_grads_dtype == "fp32"
-    if dp_cp_size > 1 and not (sharding.use_torch_fsdp2 and shards > 1):
+    if dp_cp_size > 1:  # FSDP2 sends none of it
         copied = device == "cpu" and shards > 1
         name = "reduction of gradients" + " in bfloat16" * in_bf16
         sent_bytes = states.sent * (BFLOAT16 if in_bf16 else grad)

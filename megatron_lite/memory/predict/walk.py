@@ -120,7 +120,7 @@ class GatheredWeights(NamedTuple):
         stays = sizes.has_head and untied and stays
         head = stays * sizes.padded_vocab_size * model.hidden_size * sent
         wraps = config.data_parallel.fsdp_memory_efficient_wrapping
-        tied = wraps and not untied and sizes.has_embedding and sizes.has_head
+        tied = wraps and not untied and sizes.has_head
         words = _largest(first) if tied or (wraps and untied) else []
         logits = _largest(last_ones) if wraps and untied else []
         rest = [one for one in (*first, *last_ones) if one not in (*words, *logits)]
