@@ -109,7 +109,7 @@ def explanation(config: RunConfig, notices: Sequence[str], world_size: int = 1) 
         for one in report.policies:
             run = one.config.with_fields({"global_batch_size": batch_size})
             times.append(step_time(run, hardware, num_ranks))
-    told = f"{hardware.name}, +-{max((one.band for one in times), default=0.0):.0%}"
+    told = f"{hardware.name}, +-{max(one.band for one in times):.0%}"
     end = (
         f"{' '.join(subcommand('plan'))} --config-json RUN.json --gpus {num_ranks} --gpu "
         "NAME finds the fastest layout, micro-batch and policy of this run that fit into memory; "

@@ -60,7 +60,7 @@ def ready_to_train(
     on_gpu = device.type == "cuda"
     if on_gpu:
         notices = (*notices, *(f"CUDA's allocator has {one}" for one in allocator_settings()))
-    if config.tokenizer.vocab_size is None or config.tokenizer.tokenizer_type != "NullTokenizer":
+    if config.tokenizer.tokenizer_type != "NullTokenizer":
         from megatron_lite.data.tokenizers import resolve_vocabulary
 
         config = replace(config, tokenizer=resolve_vocabulary(config.tokenizer))

@@ -87,7 +87,7 @@ class MockDataset:
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Returns the token ids of a sample, [seq_length + 1] int64."""
-        random = np.random.RandomState([self.seed, index])
+        random = np.random.RandomState([self.seed, range(self.num_samples)[index]])
         length = self.seq_length + 1
         # A jump lands on a random id, and each later place follows it by the rule until the next
         # jump. The first place counts as a jump, so that every sample begins at a random id.

@@ -84,13 +84,10 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 def resolve_vocabulary(config: TokenizerConfig) -> TokenizerConfig:
     """Returns the config with its `vocab_size` filled in.
 
-    A config of the NullTokenizer is returned unchanged.
     Raises InputError if the given size, or --padded-vocab-size, cannot hold every id of the
     tokenizer.
     """
     size = build_tokenizer(config).vocab_size
-    if config.tokenizer_type == "NullTokenizer":
-        return config
     if config.vocab_size is not None and config.vocab_size < size:
         raise InputError(
             f"--vocab-size {config.vocab_size} is smaller than the {size} ids of --tokenizer-type "

@@ -210,7 +210,7 @@ def _flash_temporary(of: Sizes) -> int:
         # The ring holds a part, the one that arrives and, beyond two ranks, the next one. Two parts
         # of gradients travel.
         held = (min(ranks - 1, 2) + 2) * part
-        return gradients + of.wide(query) + held + second + max(gradients, part)
+        return gradients + of.wide(query) + held + second + gradients
     whole = ranks * part
     copy = of.gloo_copy(whole)
     most = max(gradients + max(copy, second), second + part + copy)

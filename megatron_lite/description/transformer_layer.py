@@ -24,27 +24,25 @@ def describe_layers(sizes: Sizes, tiles: Sequence[int]) -> tuple[LayerDescriptio
     Layers that are alike share one description.
     tiles: those of the MLP of each layer (`RecomputePlan.tiles`).
     """
-    alone, numbers = first_numbers(sizes, len(tiles))
-    return tuple(describe_layer(alone, *one) for one in zip(numbers, tiles, strict=True))
+    numbers = first_numbers(sizes, len(tiles))
+    return tuple(describe_layer(sizes, *one) for one in zip(numbers, tiles, strict=True))
 
 
-def first_numbers(sizes: Sizes, num_layers: int) -> tuple[Sizes, Sequence[int]]:
-    """Returns sizes and layers of the model, of which `describe_layer` gives these layers.
+def first_numbers(sizes: Sizes, num_layers: int) -> Sequence[int]:
+    """Returns the layers of the model of which `describe_layer` gives these layers.
 
-    A layer stands for all that are like it, in every stage.
+    A layer stands for all that are like it.
     """
     layers = slice(sizes.first_layer, sizes.first_layer + num_layers)
     if sizes.expert_rows:  # each layer has its own
-        return sizes, range(sizes.model.num_layers)[layers]
-    alike = alike_layers(sizes.model, sizes.seq_length, sizes.cp_comm_type)
-    return replace(sizes, first_layer=0), alike[layers]
+        return range(sizes.model.num_layers)[layers]
+    return alike_layers(sizes.model, sizes.seq_length, sizes.cp_comm_type)[layers]
 
 
 def describe_kinds(sizes: Sizes, num_layers: int) -> list[tuple[LayerDescription, int]]:
     """Returns each kind of layer among `num_layers` with how many there are, for sums over them."""
-    alone, numbers = first_numbers(sizes, num_layers)
-    counts = Counter(numbers).items()
-    return [(describe_layer(alone, number), count) for number, count in counts]
+    counts = Counter(first_numbers(sizes, num_layers)).items()
+    return [(describe_layer(sizes, number), count) for number, count in counts]
 
 
 @lru_cache(1024)

@@ -255,7 +255,7 @@ def _problem(own: PlanSettings, flags: Values, notes: list[str]) -> tuple[Proble
 Stages = Sequence[Values]  # by pipeline rank: {"rank", "terms"}
 
 
-def plan_page(found: Values, stages: Sequence[Stages], notes: Sequence[str] = ()) -> str:
+def plan_page(found: Values, stages: Sequence[Stages], notes: Sequence[str]) -> str:
     """Returns the planning page as an HTML document.
 
     found: what `plan --json` writes. stages: of each verdict, the terms of the ranks of its plan.

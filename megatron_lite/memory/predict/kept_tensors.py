@@ -183,14 +183,13 @@ def segment_terms(
         terms = [Term(first, UNIT, kept), Term(first, UNIT, _rng_states(sizes))]
         for number in segment.numbers:
             terms += (Term(number, UNIT, choice) for choice in layers[number].choices)
-        if segment.ops:
-            terms += (
-                Term(first, operation.name, tensor, module=operation.module)
-                for operation, call in calls_of_ops(
-                    layers[first], segment.ops, plan.skip_tail, kept=True
-                )
-                for tensor in call.returns
+        terms += (
+            Term(first, operation.name, tensor, module=operation.module)
+            for operation, call in calls_of_ops(
+                layers[first], segment.ops, plan.skip_tail, kept=True
             )
+            for tensor in call.returns
+        )
     for term in terms:
         parts = segment.host_modules
         moves = segment.on_host and not term.tensor.stays and (not parts or term.module in parts)

@@ -156,7 +156,6 @@ def stage_course(
                 if one.gradients_in_forward or sharded:
                     forward.look(Moment(f"forward of {end_name(one)}", other=one.temporary))
         forward.other -= forward.buffer
-        forward.look(Moment("end of the forward"))
 
     def run_backward() -> None:
         if weights.reshards and layers:
