@@ -55,14 +55,14 @@ class SearchResult(NamedTuple):
     """The result of a search.
 
     plans: those that fit, the fastest first. Their layouts differ in more than the micro-batch.
+    plan: the first of them, or if none fits that with the smallest peak that was found.
     num_layouts: how many layouts there were.
-    smallest: the plan with the smallest peak that was found, if none fits.
     larger: the plan that is faster than the first, does not fit, and lacks the fewest bytes.
     """
 
     plans: tuple[Plan, ...]
+    plan: Plan
     num_layouts: int
-    smallest: Plan | None = None
     larger: Plan | None = None
 
 
@@ -96,12 +96,12 @@ class Search:
         """Returns the fastest plans."""
         plans, tried, too_large = self._ranked(budget_bytes)
         if not plans:
-            return SearchResult((), len(tried), smallest=self._smallest(too_large))
+            return SearchResult((), self._smallest(too_large), len(tried))
         limit = BETTER * plans[0].time.seconds
         by_time = sorted(tried, key=lambda one: one[1])
         faster = [config for config, seconds in by_time if seconds < limit]
         larger = None if self.fixed_policy else self._larger(faster, budget_bytes, limit)
-        return SearchResult(tuple(plans), len(tried), larger=larger)
+        return SearchResult(tuple(plans), plans[0], len(tried), larger)
 
     def _ranked(
         self, budget_bytes: int
@@ -216,7 +216,7 @@ class Search:
             return None
         return self.time(config, bound=True, replays=replays).seconds
 
-    def _smallest(self, too_large: list[RunConfig]) -> Plan | None:
+    def _smallest(self, too_large: list[RunConfig]) -> Plan:
         """Returns the plan with the smallest peak among the most promising layouts."""
 
         def size(config: RunConfig) -> int:
@@ -224,10 +224,9 @@ class Search:
             return (plan if self.fixed_policy else plan.with_policy("*:full")).peak.num_bytes
 
         least = sorted(too_large, key=size)[:SMALLEST_TRIED]
-        for config in least[:1]:
-            least += savers(config)
+        least += savers(least[0])
         found = [self.fit(config, 0) for config in least]
-        return min(found, key=lambda plan: plan.peak.num_bytes, default=None)
+        return min(found, key=lambda plan: plan.peak.num_bytes)
 
     def _larger(self, faster: list[RunConfig], budget_bytes: int, limit: float) -> Plan | None:
         """Returns the plan without recomputation that lacks the fewest bytes."""

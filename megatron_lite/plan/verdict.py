@@ -3,7 +3,6 @@
 plan/verdict_text.py has it as plain data and as text. Standard library only.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -48,9 +47,9 @@ class FitVerdict(NamedTuple):
     neighbours: tuple[Neighbour, ...] = ()
 
     @property
-    def plan(self) -> Plan | None:
+    def plan(self) -> Plan:
         """The fastest plan that fits, or the plan with the smallest peak."""
-        return self.found.plans[0] if self.found.plans else self.found.smallest
+        return self.found.plan
 
 
 def verdict(
@@ -77,7 +76,7 @@ def verdict(
             ]
             return FitVerdict(word, num_ranks, budget, found, largest, tuple(filter(None, near)))
         # The next round has a chance only if the smallest peak is within its budget.
-        if found.smallest is None or not found.smallest.peak.fits(budget.memory_bytes):
+        if not found.plan.peak.fits(budget.memory_bytes):
             break
     tried = [FitVerdict(DOES_NOT_FIT, num_ranks, budget, found)]
     for group in resorts(problem) if may_offload else ():
@@ -91,8 +90,8 @@ def verdict(
             break
 
     def order(one: FitVerdict) -> tuple[float, float]:
-        size = one.plan.peak.num_bytes if one.plan else math.inf
-        return EXIT_STATUS[one.word], one.found.plans[0].time.seconds if one.found.plans else size
+        size = one.plan.peak.num_bytes
+        return EXIT_STATUS[one.word], one.plan.time.seconds if one.found.plans else size
 
     return min(tried, key=order)
 

@@ -54,7 +54,7 @@ class Training(NamedTuple):
 
 def plain_verdict(one: FitVerdict, hardware: Hardware, training: Training) -> Values:
     """Returns a verdict as JSON has it. Bytes and seconds are numbers."""
-    largest, smallest, larger = one.largest_micro_batch, one.found.smallest, one.found.larger
+    largest, larger = one.largest_micro_batch, one.found.larger
     return {
         "verdict": one.word,
         "machine": hardware.name,
@@ -63,7 +63,7 @@ def plain_verdict(one: FitVerdict, hardware: Hardware, training: Training) -> Va
         "reserve_bytes": one.budget.reserve_bytes,
         "num_layouts": one.found.num_layouts,
         "plans": [_plain_plan(plan, training) for plan in one.found.plans],
-        "smallest": smallest and _plain_plan(smallest, training),
+        "smallest": None if one.found.plans else _plain_plan(one.plan, training),
         "next_better": larger and _plain_plan(larger, training),
         "largest_micro_batch_size": largest and largest.config.training.micro_batch_size,
         "neighbours": [
@@ -119,8 +119,6 @@ def plain_terms(terms: Iterable[PeakTerm]) -> list[Values]:
 def plain_stages(one: FitVerdict) -> list[Values]:
     """Returns the terms of the peak of every pipeline rank of a verdict's plan, or of MOST_STAGES
     evenly spread ranks."""
-    if one.plan is None:
-        return []
     last = one.plan.config.parallel.pipeline_model_parallel_size - 1
     ranks = {place * last // (MOST_STAGES - 1) for place in range(MOST_STAGES)} | {
         one.plan.peak.rank
@@ -180,8 +178,6 @@ def lines(one: Mapping[str, Any]) -> Iterator[str]:
         f"GiB, of which {gib(one['reserve_bytes'])} are a reserve; {one['num_layouts']:,} layouts)"
     )
     plan = one["plans"][0] if one["plans"] else one["smallest"]
-    if plan is None:
-        return
     lack = gib(plan["peak_bytes"] - budget)
     if one["verdict"] == DOES_NOT_FIT:
         yield from _wrapped(

@@ -261,8 +261,7 @@ def plan_page(found: Values, stages: Sequence[Stages], notes: Sequence[str]) -> 
     found: what `plan --json` writes. stages: of each verdict, the terms of the ranks of its plan.
     """
     pictures = [
-        picture(figure, one, own) if one["plans"] or one["smallest"] else ""
-        for one, own in zip(found["verdicts"], stages, strict=True)
+        picture(figure, one, own) for one, own in zip(found["verdicts"], stages, strict=True)
     ]
     title = f"Plan for {found['machine']}"
     return document(

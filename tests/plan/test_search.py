@@ -162,7 +162,7 @@ def test_fsdp2_is_tried_in_pipelines_where_nothing_else_fits():
     whole = dict(context_parallel_size=1)
     problem = Problem(run, H100, whole, num_ranks=8)  # 8 ranks are a pipeline of at least 4
     sizes = [
-        Search(problem._replace(fixed=whole | fixed)).find(0).smallest.peak.num_bytes
+        Search(problem._replace(fixed=whole | fixed)).find(0).plan.peak.num_bytes
         for fixed in ({}, {PIPELINE: 4, "use_torch_fsdp2": True})
     ]
     assert sizes[0] > sizes[1]
@@ -173,7 +173,7 @@ def test_fsdp2_is_tried_in_pipelines_where_nothing_else_fits():
 def test_host_memory_serves_ranks_with_several_instances_of_the_states():
     fixed = {PIPELINE: 1, MICRO_BATCH: 1, INSTANCES: 2, "use_distributed_optimizer": True}
     search = Search(Problem(small_run(), H100, fixed, host_bytes=GIB, num_ranks=16))
-    best = search.find(search.find(0).smallest.peak.num_bytes).plans[0]
+    best = search.find(search.find(0).plan.peak.num_bytes).plans[0]
     assert "@host" in best.config.recompute.recompute_policy
 
 
