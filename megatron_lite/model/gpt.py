@@ -177,9 +177,7 @@ class GPTModel(nn.Module):
         if self.loss_chunk_size is None:
             # Nothing else reads the logits.
             logits = self._project(self._multiply, hidden_states)
-            losses = vocab_parallel_cross_entropy(
-                logits, labels, self.columns, overwrite_logits=True
-            )
+            losses = vocab_parallel_cross_entropy(logits, labels, self.columns)
         else:
             from megatron_lite.tensor_parallel.linear_cross_entropy import (
                 vocab_parallel_linear_cross_entropy,

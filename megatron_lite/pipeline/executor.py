@@ -132,7 +132,6 @@ def run_actions(
     overlap: bool,
     timed: Timed = not_timed,
     before_backward: Callable[[Action], None] | None = None,
-    after: Callable[[Action], None] | None = None,
 ) -> list[Tensor]:
     """Runs `actions` in turn and returns the losses of the last stage.
 
@@ -144,7 +143,6 @@ def run_actions(
     timed: times each backward, by the names of training/profiler.py. The time in which a backward
         waits for its gradient counts.
     before_backward: called with each backward action before it runs.
-    after: called with each action when it is done.
     """
     losses: list[Tensor] = []
     arriving: dict[Action, Started] = {}
@@ -216,7 +214,5 @@ def run_actions(
                 before_backward(action)
             with timed("backward-compute"):
                 run_backward(action)
-        if after is not None:
-            after(action)
     links.wait_sent()
     return losses

@@ -53,20 +53,18 @@ class Columns(NamedTuple):
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
 
-def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, columns: Columns, *, overwrite_logits: bool = False
-) -> Tensor:
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, columns: Columns) -> Tensor:
     """Returns the negative log-likelihood of each label, [s, b], the same on every TP rank.
 
     The losses are float32 (float64 for float64 logits). The computation has this dtype too. It
     covers a few rows at a time, or is one compiled graph, so no copy of all logits in this dtype
     exists.
 
-    logits: [s, b, padded V / t], this rank's columns.
+    logits: [s, b, padded V / t], this rank's columns, which the caller must not read afterwards.
+        Forward writes capped ones over them, and backward their gradient, so that neither needs a
+        second tensor of their size. A backward that keeps the graph (retain_graph, create_graph)
+        does not overwrite them.
     labels: [s, b], global ids, each below the true V.
-    overwrite_logits: whether backward writes the gradient over the logits, so that it needs no
-        second tensor of their size. The caller must not read the logits afterwards. A backward
-        that keeps the graph (retain_graph, create_graph) does not overwrite them.
 
     Forward issues two all-reduces: one of the maxima [s, b], and one of the label logits and the
     sums of exponentials [2, s b]. Backward issues none.
@@ -76,8 +74,7 @@ def vocab_parallel_cross_entropy(
 
     def forward(logits: Tensor, labels: Tensor) -> Tensors:
         local = local_labels(labels, columns)
-        if columns.cap is not None:
-            logits = columns.capped_(logits if overwrite_logits else logits.clone())
+        logits = columns.capped_(logits)
         statistics = row_statistics(logits.flatten(0, 1), local, columns)
         losses, share = combined(statistics, local, columns)
         return losses.view(labels.shape), logits, *local, share
@@ -86,14 +83,11 @@ def vocab_parallel_cross_entropy(
         grad_output: Tensor, logits: Tensor, column: Tensor, here: Tensor, share: Tensor
     ) -> Tensor:
         # A graph that is kept may be used by another backward, which needs the logits.
-        keeps_graph = backward_keeps_graph()
-        if overwrite_logits and logits.is_contiguous() and not keeps_graph:
-            grad = logits
-        else:
-            grad = logits.clone(memory_format=torch.contiguous_format)
+        if backward_keeps_graph() or not logits.is_contiguous():
+            logits = logits.clone(memory_format=torch.contiguous_format)
         own = LocalLabels(column, here)
-        write_gradient_(grad.flatten(0, 1), grad_output.flatten(), share, own, columns)
-        return grad
+        write_gradient_(logits.flatten(0, 1), grad_output.flatten(), share, own, columns)
+        return logits
 
     return applied(Pair(forward, backward, slice(0)), logits, labels)
 

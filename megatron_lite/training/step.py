@@ -277,7 +277,6 @@ class StageRunner:
         mask_factors: Tensor | None = None,
         loss_scale: Tensor | None = None,
         before_last: Callable[[Iterable[nn.Parameter]], None] | None = None,
-        after: Callable[[Action], None] | None = None,
     ) -> Tensor:
         """Runs forward and backward of all micro-batches. Returns the sum of their losses, 0-d.
 
@@ -289,7 +288,6 @@ class StageRunner:
             too, and returns a loss without a graph then.
         loss_scale: the 0-d factor on the gradients. None leaves them as they are.
         before_last: called with a stage's parameters before the last backward through that stage.
-        after: called after each action of a pipeline.
         """
         if not self.model.training:  # it visits every module: 3 % of the smallest model's step
             self.model.train()
@@ -316,11 +314,7 @@ class StageRunner:
         if self.links is not None:
             self._reserve(count)
             losses = self._run(
-                self._actions(count),
-                forward,
-                timed=self.timed,
-                before_backward=before_backward,
-                after=after,
+                self._actions(count), forward, timed=self.timed, before_backward=before_backward
             )
         else:
             losses = []

@@ -152,16 +152,20 @@ def measured(config, parallel, num_microbatches):
         )
         live, seen, losses = Live(), [], set()
 
-        def after(action):
-            if action.kind == "forward" and list(runner.model)[action.chunk].stage.is_last:
-                losses.add(action)
-            leaving = addresses(one.tensor for one in runner.links._leaving)
-            seen.append((action, live.settled(next(expected).kept_bytes, leaving, 4 * len(losses))))
+        class Watched(list):
+            def __iter__(self):
+                for action in super().__iter__():
+                    yield action
+                    if action.kind == "forward" and list(runner.model)[action.chunk].stage.is_last:
+                        losses.add(action)
+                    leaving = addresses(one.tensor for one in runner.links._leaving)
+                    held = live.settled(next(expected).kept_bytes, leaving, 4 * len(losses))
+                    seen.append((action, held))
 
+        run = runner._run
+        runner._run = lambda actions, *args, **named: run(Watched(actions), *args, **named)
         with live:
-            runner.train(
-                Tokens(num_microbatches, document_rules(config)), loss_factor=1.0, after=after
-            )
+            runner.train(Tokens(num_microbatches, document_rules(config)), loss_factor=1.0)
         return seen
 
 

@@ -190,9 +190,9 @@ def test_16_bit_logits_give_float32_losses_as_exact_as_the_logits(dtype, roundin
     logits = torch.randn(7, 1, 70_000, generator=generator).mul_(3).to(dtype).requires_grad_()
     labels = torch.tensor([0, 69_999, 5, 40_000, 1, 2, 3]).view(7, 1)
     grad_losses = torch.rand(7, 1, generator=generator)
+    whole = logits.detach().double().requires_grad_()
     losses = vocab_parallel_cross_entropy(logits, labels, Columns(None, 0, 70_000))
     losses.backward(grad_losses)
-    whole = logits.detach().double().requires_grad_()
     expected = F.cross_entropy(whole.flatten(0, 1), labels.flatten(), reduction="none").view(7, 1)
     expected.backward(grad_losses.double())
     assert losses.dtype == torch.float32 and logits.grad.dtype == dtype
@@ -216,7 +216,7 @@ def test_two_backwards_give_the_gradients_of_torch_with_and_without_a_cap(
     padded = F.pad(case.weight, (0, 0, 0, 1)).requires_grad_()
     if chunk is None:
         kept = F.linear(hidden, padded)
-        ours = vocab_parallel_cross_entropy(kept, case.labels, columns, overwrite_logits=True)
+        ours = vocab_parallel_cross_entropy(kept, case.labels, columns)
     else:
         ours = losses_of(hidden, padded, case.labels, chunk, columns)
     torch.testing.assert_close(ours, losses, rtol=1e-12, atol=1e-12)
@@ -306,18 +306,11 @@ def test_a_gradient_with_a_graph_of_its_own_is_an_error_in_chunks():
 @pytest.mark.parametrize("how", ["", "retain_graph", "create_graph"])
 def test_logits_are_overwritten_unless_the_backward_keeps_the_graph(how):
     case = sample()
-    gradients = []
-    for overwrite in (False, True):
-        leaf = F.linear(case.hidden, case.weight).requires_grad_()
-        logits = leaf * 1.0  # the output of an operation, like the projection's
-        before = logits.detach().clone()
-        losses = vocab_parallel_cross_entropy(
-            logits, case.labels, Columns(None, 0, V), overwrite_logits=overwrite
-        )
-        (gradient,) = torch.autograd.grad(
-            losses, leaf, case.grad_losses, **({how: True} if how else {})
-        )
-        gradients.append(gradient.detach())
-        assert torch.equal(logits.detach(), before) == bool(how or not overwrite)
-        assert gradient.requires_grad == (how == "create_graph")
-    assert torch.equal(*gradients)
+    leaf = F.linear(case.hidden, case.weight).requires_grad_()
+    logits = leaf * 1.0  # the output of an operation, like the projection's
+    losses = vocab_parallel_cross_entropy(logits, case.labels, Columns(None, 0, V))
+    (gradient,) = torch.autograd.grad(
+        losses, leaf, case.grad_losses, **({how: True} if how else {})
+    )
+    assert torch.equal(logits, leaf) == bool(how)
+    assert gradient.requires_grad == (how == "create_graph")
