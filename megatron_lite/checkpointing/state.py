@@ -44,9 +44,9 @@ def load_checkpoint(
     config: RunConfig,
     parallel: ParallelState,
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizer: Optimizer,
     *,
-    data: Values | None = None,
+    data: Values,
 ) -> list[str]:
     """Fills the model, the optimizer and the random-number streams from the step that was found.
     Returns lines for the log.
@@ -54,7 +54,7 @@ def load_checkpoint(
     Issues no collective. With `--finetune` or from `--pretrained-checkpoint` it reads the weights
     only, and the run starts at iteration 0.
 
-    data: the identity of this run's data; None if it must not be compared.
+    data: the identity of this run's data; {} if it must not be compared.
     Raises InputError if the step has another architecture, vocabulary, data set or update rule, or
     if its files do not fit together.
     """
@@ -67,7 +67,7 @@ def load_checkpoint(
     # Both must have read the same documents, split and cut alike. The paths of the files do not
     # count, nor do --seed and the length of the run, which decide only the order of the samples.
     compares = data and metadata.data and not (start.weights_only or options.allow_changed_data)
-    if compares and (table := _differing(data or {}, metadata.data)):
+    if compares and (table := _differing(data, metadata.data)):
         raise InputError(
             f"{step} was trained on other data, and its position there means nothing here. Give "
             f"its data, or --allow-changed-data to go on with this one:{table}"
@@ -91,9 +91,9 @@ def load_checkpoint(
             f"{' and '.join(changed)} can change the order of the samples, of which the run has "
             "read the first: some may come again, others never. The checkpoint's values keep it"
         )
-    if optimizer and "optimizer" in metadata.missing:
+    if "optimizer" in metadata.missing:
         notices.append(f"{step} holds no optimizer states (it was converted): they start from zero")
-    elif optimizer and not options.no_load_optim:
+    elif not options.no_load_optim:
         mine, theirs = (
             one.optimizer if one.optimizer != SGD or one.sgd_momentum else f"{SGD} --sgd-momentum 0"
             for one in (config.optimizer, saved.config.optimizer)

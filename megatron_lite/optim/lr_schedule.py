@@ -124,7 +124,6 @@ class LrSchedule:
             f"{field.name} {_shown(theirs)} -> {_shown(mine)}"
             for field in fields(self)
             if (theirs := getattr(saved, field.name)) != (mine := getattr(self, field.name))
-            and field.name != "skipped_samples"
         ]
 
     def decoupled_at(self, consumed_samples: int) -> float | None:
@@ -140,7 +139,7 @@ class LrSchedule:
 
     def at(self, consumed_samples: int) -> float:
         """Returns the learning rate of the iteration that starts after `consumed_samples`."""
-        consumed_samples = max(0, consumed_samples - self.skipped_samples)
+        consumed_samples -= self.skipped_samples
         # `<=` as in Megatron: the iteration that starts at the end of the warm-up is part of it.
         if self.warmup_samples and consumed_samples <= self.warmup_samples:
             return (

@@ -9,7 +9,7 @@ collectives run: see layouts.py.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -212,7 +212,7 @@ class Optimizer:
                 if key != "master" or key in states[piece.name]:
                     piece.take_(own, states[piece.name][key])
         for count in (self._rule.count, self._rule.count_on_host):
-            count.fill_(float(num_updates))
+            count.fill_(num_updates)
 
     def _counts(self, spec: ParameterSpec) -> bool:
         """Returns whether a piece adds to the figures on this rank.
@@ -229,7 +229,7 @@ class Optimizer:
         return place.tp_rank == 0 or spec.tp_dim is not None
 
     def _global_norms(
-        self, values: Sequence[Tensor], loss: Tensor | None = None
+        self, values: list[Tensor], loss: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Returns the true 2-norm of the pieces' `values` (gradients, or the masters), 0-d, and
         the norms of this rank's pieces, one each.
@@ -241,7 +241,7 @@ class Optimizer:
         """
         narrow = min([one.dtype.itemsize for one in values], default=4) < 4
         dtype = torch.float32 if narrow else None
-        norms = foreach_norm(list(values), dtype=dtype) if values else ()
+        norms = foreach_norm(values, dtype=dtype) if values else ()
         counted: list[Tensor] = []
         others: list[Tensor] = []
         for counts, norm in zip(self._counts_here, norms, strict=bool(norms)):

@@ -151,7 +151,7 @@ def update_apart(
             continue
         # Those with scales or a rounding of their own are updated each by itself.
         states = parts[0].stored(rule.names)
-        alone = bool(rule.keys) or any(hasattr(state, SCALES) for state in states)
+        alone = rule.keys or any(hasattr(state, SCALES) for state in states)
         if rule.kernels is not None and not alone:
             parts = _update_compiled(rule, rule.kernels, parts, skipped)
         for several in (
@@ -220,7 +220,7 @@ def adam_(
 
 
 def _update_parts(
-    rule: AdamW, parts: Sequence[Part], grads: Sequence[Tensor], found_inf: Tensor | None
+    rule: AdamW, parts: Sequence[Part], grads: list[Tensor], found_inf: Tensor | None
 ) -> list[Tensor]:
     """Updates the states of parts, where they are. Returns their main weights before they are
     stored."""
@@ -230,7 +230,7 @@ def _update_parts(
     count = rule.count_on_host + 1.0 if parts[0].piece.on_host else rule.count
     rule.update(
         values[0],
-        _wide(list(grads), values[0][0].dtype),
+        _wide(grads, values[0][0].dtype),
         values[1:],
         [count] * len(parts),
         found_inf=found_inf,

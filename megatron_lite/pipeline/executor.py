@@ -131,7 +131,7 @@ def run_actions(
     links: Links,
     overlap: bool,
     timed: Timed = not_timed,
-    before_backward: Callable[[Action], None] | None = None,
+    before_backward: Callable[[Action], None] = lambda action: None,
 ) -> list[Tensor]:
     """Runs `actions` in turn and returns the losses of the last stage.
 
@@ -210,8 +210,7 @@ def run_actions(
         if action.kind == "forward":
             run_forward(action)
         else:
-            if before_backward is not None:
-                before_backward(action)
+            before_backward(action)
             with timed("backward-compute"):
                 run_backward(action)
     links.wait_sent()
