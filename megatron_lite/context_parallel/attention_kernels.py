@@ -72,8 +72,6 @@ class CuSeqlens(NamedTuple):
         tensors: each [b, .., n, d], as the results. They lie in memory as [n, b, .., d]. `run` gets
             contiguous rows of statistics [b, .., n].
         """
-        if len(self.bounds) == 2:
-            return run(*tensors)
         b, _, n = tensors[0].shape[:3]
         whole: list[Tensor] = []
         for start, stop in pairwise(self.bounds):

@@ -125,26 +125,25 @@ class SelfAttention(nn.Module):
         regions: Regions,
         documents: CuSeqlens | None = None,
     ) -> Tensor:
-        if rotary is not None:
+        qkv, rotates, tables = self.linear_qkv(hidden_states), self.rotates, Tensors()
+        if rotates:
             from .rotary import ROTATION, rotated_heads
 
-            rotary = rotary[2:] if self.is_local else rotary[:2]
-        qkv, rotates, tables = self.linear_qkv(hidden_states), self.rotates, Tensors()
-        if self.kernels is not None and rotates and self.q_layernorm is None:
             assert rotary is not None
+            tables = rotary[2:] if self.is_local else rotary[:2]
+        if self.kernels is not None and rotates and self.q_layernorm is None:
             pair = rotated_heads(self.queries_per_group, self.head_dim)
-            query, key, value = applied(pair, qkv, *rotary, kernels=self.kernels)
+            query, key, value = applied(pair, qkv, *tables, kernels=self.kernels)
             rotates = False
         else:
             query, key, value = self._split_heads(qkv)
         if self.q_layernorm is not None and self.k_layernorm is not None:
-            if self.q_layernorm.does_more and rotary is not None:
-                rotates, tables = False, rotary
-            query, key = self.q_layernorm(query, *tables), self.k_layernorm(key, *tables)
+            also = tables if self.q_layernorm.does_more else ()
+            query, key = self.q_layernorm(query, *also), self.k_layernorm(key, *also)
+            rotates = rotates and not also
         if rotates:
-            assert rotary is not None
             rotate = partial(applied, ROTATION, kernels=self.kernels)
-            query, key = rotate(query, *rotary), rotate(key, *rotary)
+            query, key = rotate(query, *tables), rotate(key, *tables)
         query = query.flatten(2, -2)
         return self.linear_proj(
             regions.run(CORE_ATTENTION, self.core_attention, query, key, value, documents)
