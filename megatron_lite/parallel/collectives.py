@@ -327,12 +327,12 @@ def _kept(operator: Any, tensor: Tensor, group: ProcessGroup, *settings: object)
         return _functional.wait_tensor(operator(tensor.contiguous(), *settings, group.group_name))
 
 
-def odd_ones_out(hashes: Tensor, group: Group) -> list[int]:
+def odd_ones_out(hashes: Tensor, group: ProcessGroup) -> list[int]:
     """Returns the indices of this rank's hashes that at most half of the group holds.
 
-    Issues one all-gather, and waits for the device. Returns [] for a group of one rank.
+    Issues one all-gather, and waits for the device.
     """
-    size = 1 if group is None else group.size()
+    size = group.size()
     gathered = all_gather_first_dim(hashes, group).view(size, -1)
     agreeing = (gathered == hashes).sum(0)
     return [number for number, count in enumerate(agreeing.tolist()) if 2 * count <= size]

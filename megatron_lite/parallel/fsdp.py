@@ -148,11 +148,7 @@ def _without_view(*forward: Any) -> Any:
     and FSDP2 warns.
     """
     output = forward[-1]
-    return (
-        output.clone()
-        if isinstance(output, Tensor) and output.requires_grad and base_of(output) is not None
-        else output
-    )
+    return output.clone() if output.requires_grad and base_of(output) is not None else output
 
 
 def _whole_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

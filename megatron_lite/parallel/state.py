@@ -179,7 +179,7 @@ def set_timeout(seconds: float) -> None:
     call it.
     """
     if dist.is_initialized():
-        for group in list(world.pg_map):
+        for group in world.pg_map:
             if group.group_desc != SAVER:
                 set_group_timeout(datetime.timedelta(seconds=seconds), group)
 

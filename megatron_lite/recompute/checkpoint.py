@@ -127,7 +127,7 @@ class _Checkpoint(torch.autograd.Function):
         pairs = [
             (output, grad)
             for output, grad in zip(results_of(outputs), grads, strict=True)
-            if isinstance(output, Tensor) and output.requires_grad and grad is not None
+            if isinstance(output, Tensor) and output.requires_grad
         ]
         if pairs:
             # torch.autograd.backward would first check the gradients' shapes in Python, which takes

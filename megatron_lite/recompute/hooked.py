@@ -134,17 +134,15 @@ class How:
 def rebuild_saved(function: Callable[..., Any], args: Args, kwargs: Kwargs, how: How) -> Any:
     """Returns `function(*args, **kwargs)` itself; backward rebuilds the tensors that it saved.
 
-    If gradients are off, the function simply runs. The call keeps for backward: the tensors among
-    the arguments (through the saved-tensor hooks in force), the states of the random-number
-    generators, the results that `how.results` chooses, and copies of what the function writes to.
+    Gradients must be on. The call keeps for backward: the tensors among the arguments (through the
+    saved-tensor hooks in force), the states of the random-number generators, the results that
+    `how.results` chooses, and copies of what the function writes to.
 
     RecomputeMismatch in backward: the replay saved tensors of another number or form than the
     forward. In a verified call also: it computed something else, or left something behind.
     RuntimeError: an argument, a parameter or a buffer that the replay needs was written to since,
     or the layer wrote to a tensor after it was saved for backward.
     """
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
     with how.turns.taken():
         return _LayerCall(function, args, kwargs, how).forward(args, kwargs)
 
@@ -243,8 +241,7 @@ class _LayerCall:
         while backward goes on. A second read of the same slot runs another replay.
         """
         tensor, version = self._held[number] if self._held else self._rebuilt_value(number)
-        if version_of(tensor) != version:
-            check_unwritten(tensor, version, purpose=f"saved for backward in {self.how.name}")
+        check_unwritten(tensor, version, purpose=f"saved for backward in {self.how.name}")
         return tensor
 
     def _rebuilt_value(self, number: int) -> Saved:

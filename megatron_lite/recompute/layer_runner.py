@@ -97,7 +97,7 @@ def run_layers(
             part = layers[segment.first_layer : segment.first_layer + segment.num_layers]
             chain = partial(_chain, plan, segment, part, rng, choices)
             with opened(segment, (part, extras)) if opened else nullcontext():
-                if segment.is_whole:
+                if segment.is_whole and torch.is_grad_enabled():
                     hidden_states = rebuilt(segment, chain)
                 else:
                     hidden_states = chain()(hidden_states, *extras)

@@ -141,10 +141,11 @@ class _SegmentCopies:
 
     So a copy lives only as long as the graph needs it. An error in a forward drops both.
 
-    before: the group of the segment before. waiting: the copies before their `copy_out`.
+    before: the group of the segment before; None if this one gets no copies.
+    waiting: the copies before their `copy_out`.
     """
 
-    def __init__(self, before: _SegmentCopies | None) -> None:
+    def __init__(self, before: Any) -> None:
         self.before = before
         self.copies: list[weakref.ref[_OnHost]] = []
         self.waiting: list[_OnHost] = []
@@ -236,8 +237,7 @@ class _OnHost:
                 "while it was being copied to host memory"
             )
         self._group.call_back()
-        if self._group.before:
-            self._group.before.call_back()
+        self._group.before.call_back()
         assert self._returned is not None
         if not self._is_awaited:
             self._copy_streams.wait(self.slot.last_use)

@@ -140,7 +140,7 @@ class KeptResults:
         """
         given = _named(operator, args, kwargs)
         for argument in schema_of(operator).arguments:
-            if argument.alias_info and argument.alias_info.is_write:
+            if argument.alias_info:
                 for tensor in tensors_of(given.get(argument.name)):
                     if tensor.layout != torch.strided:
                         continue

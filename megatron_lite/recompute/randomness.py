@@ -72,7 +72,7 @@ class DefaultGenerators:
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._all = {CPU: torch.default_generator} | {
             str(device): torch.cuda.default_generators[device.index]
-            for device in sorted(devices, key=str)
+            for device in devices
             if device.type == "cuda"
         }
 

@@ -73,7 +73,7 @@ class ReplayInputs(torch.autograd.Function):
     gradient of a norm) would add in another order, and the bits would differ from a run without
     recomputation.
 
-    received: filled by backward with the gradient of each input that gets one, by its number.
+    received: filled by backward with the gradient of each input, or None, by its number.
     """
 
     @staticmethod
@@ -87,9 +87,7 @@ class ReplayInputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        for number, grad in zip(ctx.numbers, grads, strict=True):
-            if grad is not None:
-                ctx.received[number] = grad
+        ctx.received.update(zip(ctx.numbers, grads, strict=True))
         return None, None, *[None] * len(grads)
 
 

@@ -40,7 +40,6 @@ def run_in_tiles(
     """
     parameters = [each for each in nn.ModuleList(modules).parameters() if each.requires_grad]
     replays = functions if replay is None else [replay] * len(functions)
-    skips = skips and replay is not None
     return _Tiles.apply(functions, replays, rng, skips, others, hidden_states, *parameters)
 
 
@@ -94,7 +93,7 @@ class _Tiles(torch.autograd.Function):
                 part, (rows, *ctx.parameters), grad_output[tile], allow_unused=True
             )
             sums = [
-                grad if total is None or grad is None else total.add_(grad)
+                grad if total is None else total.add_(grad)
                 for total, grad in zip(sums, grads, strict=True)
             ]
             del part, grads  # which would live on beside those of the next tile

@@ -74,7 +74,8 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, columns: Column
 
     def forward(logits: Tensor, labels: Tensor) -> Tensors:
         local = local_labels(labels, columns)
-        logits = columns.capped_(logits)
+        if columns.cap is not None:
+            logits = columns.capped_(logits)
         statistics = row_statistics(logits.flatten(0, 1), local, columns)
         losses, share = combined(statistics, local, columns)
         return losses.view(labels.shape), logits, *local, share
