@@ -201,7 +201,7 @@ class Problem:
         return max((one.peak + lowest for one in ends), default=-ENDLESS)
 
     def with_layer(
-        self, states: _States, number: int, option: Option, *, is_last: bool = False
+        self, states: _States, number: int, option: Option, *, is_last: bool
     ) -> tuple[_States, Numbers]:
         """Returns the states in which a layer follows with this option, and the highest peak of
         each in parts of the step at this layer, with its place (`_at`).
