@@ -176,7 +176,7 @@ class PeakMemory(NamedTuple):
     def __str__(self) -> str:
         return (
             f"{size(self.measured)} measured, {size(self.predicted)} predicted "
-            f"({self.predicted / max(1, self.measured):.1%} of it)"
+            f"({self.predicted / self.measured:.1%} of it)"
             + (f"; {size(self.reserved)} reserved" if self.reserved else "")
         )
 

@@ -276,7 +276,7 @@ class StageRunner:
         look: Look | None = None,
         mask_factors: Tensor | None = None,
         loss_scale: Tensor | None = None,
-        before_last: Callable[[Iterable[nn.Parameter]], None] | None = None,
+        before_last: Callable[[Iterable[nn.Parameter]], None] = lambda parameters: None,
     ) -> Tensor:
         """Runs forward and backward of all micro-batches. Returns the sum of their losses, 0-d.
 
@@ -308,7 +308,7 @@ class StageRunner:
         )
 
         def before_backward(action: Action) -> None:
-            if before_last is not None and action.microbatch == count - 1:
+            if action.microbatch == count - 1:
                 before_last(self._chunks[action.chunk].parameters())
 
         if self.links is not None:
@@ -391,10 +391,8 @@ class StageRunner:
         """Reserves memory for the inputs that a step of so many micro-batches keeps at once."""
         if not any(chunk.decoder.plan.contiguous for chunk in self._chunks):
             return
-        # The order repeats after 2p micro-batches. More micro-batches do not raise the maximum.
-        actions = self._actions(min(num_microbatches, 2 * self.parallel.pp_size))
         held, most = Counter[int](), Counter[int]()  # by chunk: now, and at any time
-        for action in actions:
+        for action in self._actions(num_microbatches):
             held[action.chunk] += 1 if action.kind == "forward" else -1
             most |= held
         for number, chunk in enumerate(self._chunks):

@@ -109,8 +109,7 @@ def described(device: torch.device) -> str:
     Runs with different lines can differ in their low bits. Equal lines promise nothing.
     """
     if device.type != "cpu":
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        return f"{name}, torch {torch.__version__}, bits {BITS}"
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, bits {BITS}"
     return (
         f"{platform.machine()} CPU with {torch.backends.cpu.get_cpu_capability()}, "
         f"{plural(torch.get_num_threads(), 'thread')} a rank, torch {torch.__version__}, "
