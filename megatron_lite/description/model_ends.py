@@ -208,11 +208,9 @@ def _embedding_temporary(of: Sizes, num_words: int) -> int:
     rows = of.whole if own else 0
     if of.adds_by_itself and of.device == "cpu" and not of.narrow_sums:
         return rows + of.wide(of.whole) * of.is_rounded
-    # Autograd casts the gradient. It adds that of the head to it, in place if it can.
+    # Autograd casts the gradient, and adds that of the head to it in place.
     casts = of.sums_gradients and of.casts_gradients and not of.adds_by_itself
-    is_view = of.tp_size == 1 and of.loss_chunk_size is None and not casts
-    copied = waits_for_lookup(of) and is_view
-    return rows + num_words * ((1 + copied) * of.element_bytes + of.accumulate_bytes * casts)
+    return rows + num_words * (of.element_bytes + of.accumulate_bytes * casts)
 
 
 def waits_for_lookup(of: Sizes) -> bool:

@@ -181,17 +181,19 @@ def _flash(of: Sizes, inputs: Tensors, *, windowed: bool) -> Operation:
         calls=(call,),
         backward=backward,
         rebuilds=(scores,),
-        temporary=_flash_temporary(of) + alone * (built * masked + pieces) + on_cpu * _block(of),
+        temporary=_flash_temporary(of) + alone * (built * masked + pieces) + on_cpu * _on_cpu(of),
     )
 
 
-def _block(of: Sizes) -> int:
-    """Returns the bytes of a thread's blocks of scores and of their gradients on a CPU, in float32
-    and rounded (torch 2.13, FlashAttentionKernel.cpp)."""
+def _on_cpu(of: Sizes) -> int:
+    """Returns the bytes of a thread's blocks of scores and of their gradients, in float32 and
+    rounded (torch 2.13, FlashAttentionKernel.cpp), and of a copy of the output's gradient, whose
+    samples do not lie one behind the other."""
     length = of.own_seq_length
     rows = 256 if length >= 768 else 64 if length >= 192 else 32
     each = of.accumulate_bytes + of.element_bytes * of.is_rounded
-    return 2 * rows * min(length, 512) * each
+    copy = of.query * (of.micro_batch_size > 1)
+    return 2 * rows * min(length, 512) * each + copy
 
 
 def _flash_temporary(of: Sizes) -> int:
@@ -294,7 +296,8 @@ def _unfused_temporary(of: Sizes, scores: int, softmax: int) -> int:
         mask = scores
     drawn = cast = 0
     if of.model.attention_dropout:
-        drawn = 2 * scores // of.element_bytes
+        # and the cast of a float32 softmax
+        drawn = 2 * scores // of.element_bytes + scores * (softmax != scores)
         cast = scores * (of.device == "cpu" and not of.compiled)
     return max(
         scores + mask + drawn + cast,

@@ -65,6 +65,9 @@ ROWS = (
     f"{SMALL} {LONG} --micro-batch-size 4 --bf16 --num-experts 8 --moe-router-topk 8 "
     "--moe-ffn-hidden-size 16"
 )
+SHORT = f"{SMALL} {LONG} --num-layers 1 --num-attention-heads 8 --hidden-size 64"
+# The gradients of the vocabulary are the largest.
+WORDS = "--vocab-size 30000 --seq-length 32"
 WIDE = f"{FEW_TOKENS} {NARROW_SUMS} --num-layers 1 --ffn-hidden-size 17600"
 CASES_HERE = (
     Case("mlp/8, llama, bf16", f"{CHUNKS} {LLAMA} --bf16 {policy('*:mlp/8')}"),
@@ -109,13 +112,18 @@ CASES_HERE = (
     Case("CP 2, heads exchanged", f"{CP} {SMALL} --cp-comm-type a2a {policy('*:full/1')}", 2),
     Case("CP 2, in two ways", f"{CP} {SMALL} --cp-comm-type a2a p2p a2a p2p", 2),
     Case("a large vocabulary", "--vocab-size 50000 --hidden-size 64 --num-layers 2"),
-    Case("a large vocabulary, FSDP 2", f"{FSDP} --vocab-size 30000 --hidden-size 64", 2),
-    Case("a large vocabulary, own units", f"{FSDP} {OWN_UNITS} {UNTIED} --vocab-size 30000", 2),
+    Case("a large vocabulary, FSDP 2", f"{FSDP} {WORDS}", 2),
+    Case("a large vocabulary, own units", f"{FSDP} {OWN_UNITS} {UNTIED} {WORDS}", 2),
     Case(
-        "FSDP 2, PP 2, 2 virtual stages, no reshard",
-        f"{PP} {FSDP} {VIRTUAL} {SMALL} --num-layers 8 --torch-fsdp2-no-reshard-after-forward",
+        "FSDP 2, PP 2, no reshard",
+        f"{PP} {FSDP} {VIRTUAL} {WORDS} --torch-fsdp2-no-reshard-after-forward",
         4,
         4,
+    ),
+    Case("wide heads", f"{SHORT} --kv-channels 96 --ffn-hidden-size 64"),
+    Case(
+        "wide softmax",
+        f"{SHORT} {DROPOUT} --bf16 --attention-backend unfused --attention-softmax-in-fp32",
     ),
 )
 BOUND = 0.05

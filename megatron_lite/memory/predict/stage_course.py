@@ -119,9 +119,10 @@ def stage_course(
 
     def run_forward() -> None:
         forward.kept = given
+        forward.other -= weights.staying
         forward.gather(weights.root)
         if weights.staying:
-            forward.other -= weights.root.gathered
+            forward.other += weights.staying - weights.root.gathered
         if first:
             forward.other += hidden
             forward.gather(weights.embedding)
@@ -176,10 +177,9 @@ def stage_course(
             run_end(embedding)
         backward.other -= waits + hidden
         backward.reduce(weights.embedding)
-        if not weights.staying:
-            backward.other -= weights.root.gathered
+        backward.other -= weights.staying or weights.root.gathered
         backward.reduce(weights.root)
-        backward.other -= backward.reduced
+        backward.other += weights.staying - backward.reduced
         backward.kept -= given
 
     def run_end(end: LayerBackward) -> None:

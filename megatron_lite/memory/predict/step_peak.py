@@ -147,8 +147,10 @@ def step_peak(
     update = update_memory(config, stages, states, dp_cp_size=dp_cp_size, device=device)
     sure = ESTIMATE
     where = _when(config, action, held, stages)
-    if update.num_bytes > held.num_bytes:  # a small batch: the update holds more than any backward
-        held = Moment(update.where, other=update.num_bytes)
+    staying = sum(one.staying for one in each)
+    # With a small batch the update holds more than any backward.
+    if update.num_bytes > held.num_bytes + staying:
+        held, staying = Moment(update.where, other=update.num_bytes), 0
         sure = EXACT if update.is_exact else ESTIMATE
         where = f"{update.where} after the last backward"
     verifies = config.recompute.recompute_verify
@@ -166,7 +168,7 @@ def step_peak(
         (ROUNDING, on_gpu * states.rounding, ESTIMATE),
         (CUBLAS, on_gpu * workspaces * WORKSPACE, ESTIMATE),
         ("rotary tables", sum(one.tables for one in each), EXACT),
-        ("gathered weights", sum(one.staying for one in each), ESTIMATE),
+        ("gathered weights", staying, ESTIMATE),
         (KEPT, held.kept, EXACT),
         (REBUILT, held.rebuilt, EXACT),
         (f"workspace of the {held.where}", held.other, sure),

@@ -50,14 +50,12 @@ class FsdpUnit(NamedTuple):
     gathered: its weights on every rank, with the padding of rows. cast: this rank's rows in the
     dtype in which they are sent; 0 if that is the dtype of the rows.
     gradients: the gradients of the whole weights, as backward computes them.
-    last: those of them that live until the reduction has ended.
     buffer: the gradients in the buffer that is reduced. rows: this rank's part of the sum.
     """
 
     gathered: int = 0
     cast: int = 0
     gradients: int = 0
-    last: int = 0
     buffer: int = 0
     rows: int = 0
 
@@ -74,7 +72,8 @@ class GatheredWeights(NamedTuple):
     tied: whether `embedding` and `output` are one unit, which is gathered twice.
     reshards: whether a layer's weights are freed after its forward.
     staying: the bytes of weights that stay gathered, if several micro-batches of the stage are in
-        flight at once. They count once for all of them, and in no passage.
+        flight at once, but for the end of a backward. They count once for all of them, and in no
+        passage.
     """
 
     root: FsdpUnit = NOTHING
@@ -95,7 +94,7 @@ class GatheredWeights(NamedTuple):
         last_ones = _parameters(head_operations(sizes))
         layers = describe_layers(sizes, (1,) * stage.num_layers)
 
-        def unit(parameters: Sequence[Parameter], last: int = 0) -> FsdpUnit:
+        def unit(parameters: Sequence[Parameter]) -> FsdpUnit:
             if not parameters:
                 return NOTHING
             # The rows of each are padded to a multiple of the ranks.
@@ -107,25 +106,18 @@ class GatheredWeights(NamedTuple):
                 shards * own * sent,
                 own * sent if sent != FLOAT32 else 0,
                 sum(one.num_elements for one in parameters) * sent,
-                last,
                 shards * own * reduced,
                 own * FLOAT32,
             )
 
-        # torch's loop variable holds the last gradient. parallel/fsdp.py does not free a
-        # view, which that of torch's own linear layer is, nor a sum over chunks that autograd has
-        # cast to 16 bits (seen in torch 2.13).
         untied = model.untie_embeddings_and_output_weights
-        stays = sizes.tp_size == 1 if sizes.loss_chunk_size is None else sizes.is_rounded
-        stays = sizes.has_head and untied and stays
-        head = stays * sizes.padded_vocab_size * model.hidden_size * sent
         wraps = config.data_parallel.fsdp_memory_efficient_wrapping
         tied = wraps and not untied and sizes.has_head
         words = _largest(first) if tied or (wraps and untied) else []
         logits = _largest(last_ones) if wraps and untied else []
         rest = [one for one in (*first, *last_ones) if one not in (*words, *logits)]
         reshards = config.data_parallel.torch_fsdp2_reshard_after_forward
-        root = unit(rest, 0 if logits else head)
+        root = unit(rest)
         alike = {id(one): one for one in layers}
         units = {key: unit(_parameters(one.operations)) for key, one in alike.items()}
         staying = 0
@@ -139,7 +131,7 @@ class GatheredWeights(NamedTuple):
             root,
             unit(words),
             tuple(units[id(one)] for one in layers),
-            unit(words if tied else logits, head),
+            unit(words if tied else logits),
             tied,
             reshards,
             staying,
@@ -235,7 +227,7 @@ class Passage:
         self.other += unit.buffer - self.reduced
         self.reduced = unit.buffer
         self.look(Moment(where))
-        self.other += unit.last - unit.gradients
+        self.other -= unit.gradients
         self.look(Moment(where, other=unit.rows + copy))
         # The first micro-batch's rows stay as `.grad`. Later rows are added to them and freed.
-        self.other += (0 if self.sizes.accumulates else unit.rows) - unit.last
+        self.other += 0 if self.sizes.accumulates else unit.rows
