@@ -199,7 +199,10 @@ def lines(one: Mapping[str, Any]) -> Iterator[str]:
             row["recompute_policy"], WIDTH, initial_indent="   ", subsequent_indent="   "
         )
         if "days" in row:
-            cost = f", cost {banded(row['cost'], row['band'], ',.0f')}" if "cost" in row else ""
+            cost = ""
+            if "cost" in row:
+                style = ",.0f" if row["cost"] >= 10.0 else ".2g"
+                cost = f", cost {banded(row['cost'], row['band'], style)}"
             yield f"   {banded(row['days'], row['band'], '.1f')} days{cost}"
     yield from _wrapped(LEGEND)
     yield ""

@@ -66,7 +66,6 @@ ROWS = (
     "--moe-ffn-hidden-size 16"
 )
 SHORT = f"{SMALL} {LONG} --num-layers 1 --num-attention-heads 8 --hidden-size 64"
-# The gradients of the vocabulary are the largest.
 WORDS = "--vocab-size 30000 --seq-length 32"
 WIDE = f"{FEW_TOKENS} {NARROW_SUMS} --num-layers 1 --ffn-hidden-size 17600"
 CASES_HERE = (
@@ -130,7 +129,7 @@ BOUND = 0.05
 
 
 def check(case):
-    """Compares the prediction for each rank with the peak of a real step."""
+    """Compares each rank with a real step."""
     if FSDP in case.flags and not hasattr(FSDPModule, "set_custom_all_gather"):
         pytest.skip("FSDP2 of this torch holds gradients for longer")
     for row in rows(case):
@@ -144,21 +143,21 @@ def test_the_peak_of_a_real_step_is_predicted_within_five_per_cent(case):
 
 
 def random_case(seed):
-    """Returns a run with settings drawn at random."""
-    draw = random.Random(seed)
-    ranks, layout, policies = draw.choice(LAYOUTS)
+    """Returns a run of random settings."""
+    choice = random.Random(seed).choice
+    ranks, layout, policies = choice(LAYOUTS)
     flags = [
-        f"--num-layers {draw.choice((4, 6))} --hidden-size {draw.choice((128, 256))}",
-        f"--seq-length {draw.choice((64, 128))} --micro-batch-size {draw.choice((1, 2, 4))}",
-        f"--vocab-size {draw.choice((255, 1023, 4095))}",
+        f"--num-layers {choice((4, 6))} --hidden-size {choice((128, 256))}",
+        f"--seq-length {choice((64, 128))} --micro-batch-size {choice((1, 2, 4))}",
+        f"--vocab-size {choice((255, 1023, 4095))}",
         layout,
-        draw.choice(("", LLAMA, f"{LLAMA} --qk-layernorm")),
-        draw.choice(("", "--bf16")),
-        draw.choice(("", DROPOUT)),
-        draw.choice(("", "--num-experts 4 --moe-layer-freq 2")),
-        draw.choice(("", "", "--attention-backend unfused")),
-        draw.choice(("", f"{CHUNKS}")),
-        policy(draw.choice(policies)),
+        choice(("", LLAMA, f"{LLAMA} --qk-layernorm")),
+        choice(("", "--bf16")),
+        choice(("", DROPOUT)),
+        choice(("", "--num-experts 4 --moe-layer-freq 2")),
+        choice(("", "", "--attention-backend unfused")),
+        choice(("", f"{CHUNKS}")),
+        policy(choice(policies)),
     ]
     return Case(f"random {seed}", " ".join(flags), ranks, 4)
 
@@ -173,9 +172,8 @@ def test_the_peak_of_a_random_step_is_predicted_within_five_per_cent(seed):
 @pytest.mark.parametrize("ops", ["matmul", "matmul/2"])
 def test_a_layer_holds_its_kept_results_until_its_backward_ends(ops):
     # Attention's backward is the peak, after that of the linear layers whose results are kept.
-    flags = f"{SMALL} {LONG}"
-    chosen = f"--attention-backend unfused --recompute-policy *:ops({ops})"
-    (row,) = rows(Case(ops, f"{flags} --loss-chunk-size 64 {chosen}"))
+    flags = f"{SMALL} {LONG} {CHUNKS} --attention-backend unfused {policy(f'*:ops({ops})')}"
+    (row,) = rows(Case(ops, flags))
     assert row.moment.startswith("backward of core_attention")
     assert abs(row.ratio - 1.0) < BOUND / 2, row
 
@@ -200,15 +198,14 @@ def test_a_backward_frees_what_the_forward_left(case):
             sizes = Sizes.in_training(config, device="cpu", stage=stage)
             plan = plan_stage(config.recompute, stage.num_layers, stage.number)
             forward, backward, *_ = stage_course(plan, sizes)
-            hidden = sizes.local_tokens * config.model.hidden_size * sizes.element_bytes
             # The input and the gradient of the output come from other ranks, and are freed here.
-            received = hidden * ((not stage.is_first) + (not stage.is_last))
+            received = sizes.residual * ((not stage.is_first) + (not stage.is_last))
             assert forward.kept + backward.kept == 0
             assert forward.other + backward.other == -received
 
 
 def run_of(flags):
-    """Returns the config of a run with these flags on top of the benchmark's sizes."""
+    """Returns a run with these flags on top of SIZES."""
     return parsed_line(f"{SIZES} --global-batch-size 16 {flags}").config
 
 
@@ -224,8 +221,8 @@ def test_the_fullest_rank_is_the_one_with_the_highest_peak():
             step_peak(config, rank, device="cpu")
             for rank in range(config.parallel.pipeline_model_parallel_size)
         )
-        fullest = max(every, key=lambda one: one.num_bytes)
-        assert fullest_step_peak(config, device="cpu") == fullest, flags
+        most = max(every, key=lambda one: one.num_bytes)
+        assert fullest_step_peak(config, device="cpu") == most, flags
 
 
 def test_the_terms_hold_the_states_and_no_empty_part():

@@ -17,7 +17,7 @@ SIZES = (
 )
 
 
-def planned(folder, flags=""):
+def planned(folder, flags):
     """Returns what the planner finds, and the text of its page."""
     page = folder / "plan.html"
     found = ended(plan.main, f"{SIZES} {flags} --json - --html {page}")
@@ -26,15 +26,17 @@ def planned(folder, flags=""):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return planned(tmp_path_factory.mktemp("plan"))
+    flags = "--train-tokens 1e6 --price-per-gpu-hour 2.5"
+    return planned(tmp_path_factory.mktemp("plan"), flags)
 
 
 def test_the_figures_of_the_page_are_the_planners(found):
     (verdict,), parsed = found[0]["verdicts"], ParsedPage(found[1])
     assert parsed.faults == [] and verdict["plans"] and verdict["neighbours"]
     for one in verdict["plans"]:
-        peak, texts = f"{one['peak_bytes'] / GIB:.2f}", (one["layout"], one["recompute_policy"])
-        assert any({peak, *texts} <= {*row} for row in parsed.rows), texts
+        texts = f"{one['peak_bytes'] / GIB:.2f}", one["layout"], one["recompute_policy"]
+        training = [f"{one[name]:.4g}" for name in ("days", "cost")]
+        assert any({*texts, *training} <= {*row} for row in parsed.rows), texts
     assert f"{verdict['plans'][0]['tokens_per_second']:,.0f}" in parsed.text
     for one in verdict["neighbours"]:
         assert f"plan 1 with {one['change']}" in parsed.text
