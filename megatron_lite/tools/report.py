@@ -376,7 +376,7 @@ def _calibrate(run: RunRecord, machine: str, file: str) -> None:
     if run.machine not in (None, known.name):
         raise InputError(
             f"--calibration {machine}: the time of the run {run.name} was predicted for "
-            f"{shown(run.machine)}: give that machine"
+            f"{shown(str(run.machine))}: give that machine"
         )
     known = load_hardware(file) if os.path.exists(file) else known
     pace *= measured / predicted  # before, it is that of the machine of the run's flags

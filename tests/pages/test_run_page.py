@@ -207,5 +207,6 @@ def test_a_run_corrects_the_machine_that_predicted_it(tmp_path):
         assert report.main(arguments) == 0
         found = load_hardware(here)
         assert [found.pace, found.band, found.band_of_several] == pytest.approx(expected)
-    Path(f"{metrics}.summary.json").write_text(json.dumps(times | {"pace": -1.0}))
-    assert "pace must be in" in fault_of(report.main, arguments)
+    for wrong, words in ("pace", "pace must be in"), ("machine", "predicted for -1"):
+        Path(f"{metrics}.summary.json").write_text(json.dumps(times | {wrong: -1}))
+        assert words in fault_of(report.main, arguments)
