@@ -10,7 +10,7 @@ import time
 import warnings
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from copy import copy
 from ctypes import string_at
@@ -23,17 +23,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from megatron_lite.memory.measure.live_storages import is_out_of_memory
-from megatron_lite.parallel.tensor_hash import quick_hash, read
 from megatron_lite.parallel.torch_internals import has_values, tree_map_only, unreduced_gradients
 from megatron_lite.parallel.weights import local_part
-from megatron_lite.recompute.contents import (
-    Contents,
-    mapped,
-    shape_of,
-    sharded,
-    tensors_of,
-    unobserved,
-)
+from megatron_lite.recompute.contents import Contents, Part, mapped, shape_of, sharded, tensors_of
 from megatron_lite.recompute.randomness import drawn_again, global_states
 
 from .gauges import Gauge, Reading
@@ -285,11 +277,6 @@ def _kept(tensor: Tensor) -> Callable[[], Tensor]:
     return again
 
 
-def _hashes(tensors: Iterable[Tensor]) -> list[int]:
-    with unobserved():
-        return read([*map(quick_hash, tensors)])
-
-
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Restores bit by bit after the block what the modules of a model hold: buffers, attributes,
@@ -318,7 +305,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     kept = {
         id(each): _kept(each) for each in others if isinstance(each, Tensor) and has_values(each)
     }
-    before, contents.parts = _hashes(named.values()), {}
+    contents.parts = {name: Part(name, "", each) for name, each in named.items()}
+    contents.hash_values({})
     del others  # no tensor is held: the step may free it
 
     def exchange(values: dict[int, Any]) -> None:
@@ -340,12 +328,11 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 setattr(holder, name, None)
     if left:
         raise ValueError(UNREDUCED)
-    for name, one, other in zip(named, before, _hashes(named.values()), strict=True):
-        if one != other:
-            raise ValueError(
-                f"the step wrote to the parameter {name}, which cannot be undone: leave out of the "
-                "step what changes weights. If the model does so once, as with max_norm, call again"
-            )
+    for part in contents.written({}, counts=False):
+        raise ValueError(
+            f"the step wrote to the parameter {part.name}, which cannot be undone: leave out of "
+            "the step what changes weights. If the model does so once, as with max_norm, call again"
+        )
     for layer, policy in policies:
         layer["forward"] = policy
 

@@ -318,8 +318,11 @@ class Contents:
                 if isinstance(part.value, Tensor):
                     self._bits[name] = hash_once(part.value, known)
 
-    def written(self, known: Hashes) -> list[Part]:
-        """Returns the tensors and arrays that were written to since. known: as in `hash_once`."""
+    def written(self, known: Hashes, *, counts: bool = True) -> list[Part]:
+        """Returns the tensors and arrays that were written to since. known: as in `hash_once`.
+
+        counts: whether a write counts as well that put back the bits of `hash_values`.
+        """
         before, others, versions = self._bits, set(), _versions(self.parts)
         if before:
             with unobserved():
@@ -330,7 +333,7 @@ class Contents:
         return [
             part
             for name, part in self.parts.items()
-            if name in others or versions[name] != self._versions[name]
+            if name in others or (counts and versions[name] != self._versions[name])
         ]
 
     def changed(self) -> Iterator[tuple[str, str]]:

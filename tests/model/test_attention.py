@@ -106,8 +106,7 @@ def wrong_on_cuda(rank, world_size):
             with saved_tensors_hooks(partial(noted, kept), lambda one: one):
                 attention = CoreAttention(config, SimpleNamespace(device=inputs[0].device), layer=0)
                 ends = torch.empty(len(BOUNDS), dtype=torch.int32, device="standin")
-                documents = CuSeqlens(BOUNDS, ends) if packed else None
-                output = attention(*inputs, documents)
+                output = attention(*inputs, CuSeqlens(BOUNDS, ends) if packed else None)
             owners = {one.untyped_storage()._cdata: one.untyped_storage() for one in kept}
             torch.autograd.grad(output, inputs, torch.empty_like(output))
         real = sum(owner.nbytes() for owner in owners.values())
