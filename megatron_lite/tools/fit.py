@@ -76,7 +76,8 @@ def _text(given: FitSettings) -> str:
     amount = f"{budget}B" if budget % MIB else f"{budget // MIB}MiB"
     return (
         f"{ranks * (given.gpus > 1)}{fit}\n\n"
-        f"In Python:\n\nfrom megatron_lite.api import apply_policy_\n\n{lines}\n\n"
+        "In Python (verify=False: a verified call takes more):\n\n"
+        f"from megatron_lite.api import apply_policy_\n\n{lines}\n\n"
         "In the Trainer of transformers, which measures it on the GPU:\n\n"
         "from megatron_lite.api import MemoryBudgetCallback\n\n"
         f'trainer.add_callback(MemoryBudgetCallback("{amount}"))'

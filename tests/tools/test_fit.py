@@ -344,6 +344,7 @@ def test_the_command_prints_the_verdict_and_the_lines_to_paste(tmp_path, capsys)
     assert (
         text.startswith("fits 75.8")
         and "MemoryBudgetCallback(" in text
+        and "a verified call takes more" in text
         and "all weights count as bf16" in text
     )
     assert command(tmp_path, config, "--memory-budget", "9MB") == 0
