@@ -15,6 +15,7 @@ docs/memory.md tells how far the sum is from measured peaks. Standard library on
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -345,12 +346,16 @@ class Sizes:
         """Returns the number of a column-parallel linear layer. output: the bytes of its output.
 
         It holds the gradients of output and input. Under sequence parallelism it also holds the
-        gathered input and this rank's part of the input's gradient.
+        gathered input and this rank's part of the input's gradient. When autograd casts the
+        weight's gradient, that of the output is gone.
         """
         gathered = 0
         if self.gathers:
             gathered = self.whole + self.hidden + self.gloo_copy(self.whole)
-        return output + self.whole + gathered + self.weight_gradient(weight)
+        held, gradient = output + self.whole + gathered, self.weight_gradient(weight)
+        if not self.sums_gradients or self.adds_by_itself or self.compiled:
+            return held + gradient
+        return max(held + math.prod(weight.shape) * self.element_bytes, self.whole + gradient)
 
 
 def allocated(num_bytes: int, device: str) -> int:

@@ -111,6 +111,9 @@ CASES_HERE = (
     Case("CP 2, heads exchanged", f"{CP} {SMALL} --cp-comm-type a2a {policy('*:full/1')}", 2),
     Case("CP 2, in two ways", f"{CP} {SMALL} --cp-comm-type a2a p2p a2a p2p", 2),
     Case("a large vocabulary", "--vocab-size 50000 --hidden-size 64 --num-layers 2"),
+    Case(
+        "a cast", "--vocab-size 9000 --bf16 --no-gradient-accumulation-fusion --micro-batch-size 8"
+    ),
     Case("a large vocabulary, FSDP 2", f"{FSDP} {WORDS}", 2),
     Case("a large vocabulary, own units", f"{FSDP} {OWN_UNITS} {UNTIED} {WORDS}", 2),
     Case(

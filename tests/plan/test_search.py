@@ -69,7 +69,7 @@ def test_nothing_that_is_searched_is_faster_than_the_first_plan(run, num_ranks, 
     """Every cut of every layout, with every loss chunk and both wrappings, is fitted in full,
     without bounds or an order."""
     problem = Problem(run, H100, fixed, num_ranks=num_ranks)
-    search, times = Search(problem), []
+    search, times, limit = Search(problem), [], limit * GIB
     left = [
         cut
         for layout in layouts(problem)
@@ -78,14 +78,14 @@ def test_nothing_that_is_searched_is_faster_than_the_first_plan(run, num_ranks, 
     ]
     for config in left:
         left += savers(config)
-        chosen = search.fit(config, limit * GIB)
-        if chosen.peak.fits(limit * GIB):
+        chosen = search.fit(config, limit)
+        if chosen.peak.fits(limit):
             times.append(search.time(chosen.config).seconds)
     assert len({*left}) == len(left) >= len(times) >= 4
     ways = {(one.parallel.cp_comm_type, one.parallel.spreads_experts) for one in left}
     assert len(ways) == 1 + (run is SPREAD) + 2 * (run in (LONG, NARROW))
-    best = search.find(limit * GIB).plans[0]
-    assert best.peak.num_bytes <= limit * GIB
+    best = search.find(limit).plans[0]
+    assert best.peak.num_bytes <= limit
     # A simpler layout wins if it is less than a handicap slower.
     assert best.time.seconds <= min(times) * 1.005
 
@@ -201,7 +201,7 @@ def test_the_largest_micro_batch_fits_and_twice_as_much_does_not():
 
 def test_the_smallest_machine_is_the_first_power_of_two_that_fits():
     budget = Budget(GIB, GIB // 8)
-    problem = with_fields(SMALL, fixed={"micro_batch_size": 1, "pipeline_model_parallel_size": 1})
+    problem = with_fields(SMALL, fixed={MICRO_BATCH: 1, PIPELINE: 1})
     answer = smallest_machine(problem, budget)
     assert answer.word != DOES_NOT_FIT and answer.num_ranks > 1
     assert verdict(problem, answer.num_ranks // 2, budget).word == DOES_NOT_FIT
