@@ -261,7 +261,7 @@ def _store(text: str, action: LayerAction) -> str:
         if action != LayerAction():
             raise ValueError("only a layer that keeps everything has parts on the host: none@host")
         return store_of(tuple(parts))
-    (place,) = _names(text, ";", "a place", STORES)
+    (place,) = _names(text, ";", "a place", STORES)  # a rule has no ";", so the text is one name
     if place.startswith("split") and not action.unit:
         raise ValueError("only the input of a unit can be split over ranks: full@split")
     return place

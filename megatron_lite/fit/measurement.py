@@ -55,7 +55,8 @@ ON_RANKS = ("full@split",)  # they need tensor-parallel layers
 ON_HOST = ("none@host", "full@host")  # they need a GPU, which has pinned memory beside it
 MOST_TRIES = 10  # to measure a step whose inputs vary
 DRAWS = 8  # of chance, where layers of a list have not run
-CHANCE = 0.01  # of the peak, from which on draws differ
+ENOUGH = 2  # draws, if they take what the first one takes
+CHANCE = 0.01  # of the peaks of a step's parts, from which on draws differ
 CHANGES = "note: chance decides what a step takes, so a later one may take more"
 TIMED = 2  # runs on a CPU, of which the fastest counts
 FIGURES = "kept", "held", "forward", "backward", "nanoseconds", "left", "late"  # of an option
@@ -183,19 +184,19 @@ class Measurement:
     def peak(self) -> int:
         """Returns the peak of a step with the policy that is on the model, on the fullest rank."""
         most, first = self._fullest()
-        draws = not (self._around or self._like) and self._step.draws
-        if any(self._ranks.told(draws)):
-            varies = False
-            with repeatable(self._parameters):
-                for seed in range(DRAWS):  # a layer may draw whether it does its work
-                    if seed < 2 or varies:
-                        _draw_from(seed)
-                        more, peaks = self._fullest()
-                        most = max(most, more)
-                        alike = len(peaks) == len(first) and np.allclose(peaks, first, CHANCE)
-                        varies |= not all(self._ranks.told(alike))
-            if varies:
-                self.notes = [*dict.fromkeys([*self.notes, CHANGES])]
+        draws, varies = not (self._around or self._like) and self._step.draws, False
+        if not any(self._ranks.told(draws)):
+            return most
+        with repeatable(self._parameters):
+            for seed in range(DRAWS):  # a layer may draw whether it does its work
+                if seed == ENOUGH and not varies:
+                    return most
+                _draw_from(seed)
+                more, peaks = self._fullest()
+                most = max(most, more)
+                alike = len(peaks) == len(first) and np.allclose(peaks, first, CHANCE)
+                varies |= not all(self._ranks.told(alike))
+        self.notes = [*dict.fromkeys([*self.notes, CHANGES])]
         return most
 
     def _fullest(self) -> tuple[int, list[int]]:

@@ -192,7 +192,7 @@ class Trainer:
                 self.saver.poll()
             ends = iteration == self.num_iterations
             evaluates = due(training.eval_interval) and not ends  # the end does so by itself
-            saves = due(self.config.checkpoint.save_interval)
+            saves = self.saver is not None and due(self.config.checkpoint.save_interval)
             reason, last = exits.now(), None
             if due(training.exit_interval):
                 last = f"--exit-interval {training.exit_interval}"

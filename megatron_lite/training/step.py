@@ -391,8 +391,10 @@ class StageRunner:
         """Reserves memory for the inputs that a step of so many micro-batches keeps at once."""
         if not any(chunk.decoder.plan.contiguous for chunk in self._chunks):
             return
+        # The order repeats after 2p micro-batches. More micro-batches do not raise the maximum.
+        actions = self._actions(min(num_microbatches, 2 * self.parallel.pp_size))
         held, most = Counter[int](), Counter[int]()  # by chunk: now, and at any time
-        for action in self._actions(num_microbatches):
+        for action in actions:
             held[action.chunk] += 1 if action.kind == "forward" else -1
             most |= held
         for number, chunk in enumerate(self._chunks):
