@@ -152,7 +152,8 @@ def check_model(model: nn.Module) -> None:
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ValueError(
                 f"{name or 'the model'} has gradient_checkpointing on, which rebuilds the layers "
-                "already: call model.gradient_checkpointing_disable()"
+                "already: call model.activation_checkpointing_disable(), in older transformers "
+                "gradient_checkpointing_disable()"
             )
 
 

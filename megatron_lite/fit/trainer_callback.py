@@ -33,7 +33,8 @@ class MemoryBudgetCallback(TrainerCallback):
 
     What is measured is the Trainer's own step, with its loss and its wrappers, of the largest among
     its first 8 batches; under gradient accumulation two such steps. The policy takes the place of
-    `gradient_checkpointing`, which is turned off. The Trainer's counters and logs stay as they are.
+    `activation_checkpointing`, which is turned off. The Trainer's counters and logs stay as they
+    are.
 
     budget, layers_fqn: see `fit_memory_`. fit: the result, once training has begun.
     Raises ValueError for its other settings, which the Trainer makes.
@@ -63,10 +64,12 @@ class MemoryBudgetCallback(TrainerCallback):
         data, told = loader.dataset, ""
         if isinstance(data, IterableDataset) and iter(data) is iter(data):
             told = f"the data can be read only once, so its first {LOOKED_AT} batches are lost\n"
-        # TRL turns it on by default.
-        if was_on := getattr(model, "is_gradient_checkpointing", False):
-            model.gradient_checkpointing_disable()
-            told += "gradient_checkpointing is off in this training: the policy takes its place\n"
+        # TRL turns it on by default. Before transformers 5.23 it had the other name.
+        name = "activation" if hasattr(model, "is_activation_checkpointing") else "gradient"
+        switch = f"{name}_checkpointing"
+        if was_on := getattr(model, f"is_{switch}", False):
+            getattr(model, f"{switch}_disable")()
+            told += f"{switch} is off in this training: the policy takes its place\n"
         held = Contents(objects=False)  # the Trainer's own numbers and lists
         held.add("", trainer)
 
@@ -83,7 +86,7 @@ class MemoryBudgetCallback(TrainerCallback):
                 )
             except BaseException:
                 if was_on:
-                    model.gradient_checkpointing_enable()
+                    getattr(model, f"{switch}_enable")()
                 raise
         if trainer.is_world_process_zero():
             print(f"{told}{self.fit}")

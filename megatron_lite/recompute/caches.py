@@ -71,9 +71,9 @@ def with_own_caches(
 
     if has_caches:
         notify(
-            "Layers under a recompute policy keep no keys and values: `past_key_values` of the "
-            "model's output lacks theirs. With use_cache=False no cache is made, and nothing is "
-            "said"
+            "Layers under a recompute policy keep no keys and values: the cache in the model's "
+            "output (`past_key_values`) lacks theirs. With use_cache=False none is made, and "
+            "nothing is said"
         )
     # The arguments are copied here too. Layers without a policy append to the caller's cache after
     # this call, and a replay must find the cache as it is now.

@@ -331,6 +331,7 @@ def _of_classes(found: Settings, names: Sequence[Any]) -> str:
 # --- Trainer, TRL, axolotl, accelerate and NeMo Automodel ---
 
 OFFLOADING = ("offload", "offload_disk", "unsloth")
+HIDDEN, OPS_SAVED = "hidden_states", "selective_checkpointing"
 MODE = Key((bool, WHOLE, SELECTIVE, *OFFLOADING, None), "gradient_checkpointing")
 FSDP = Key((bool, None), "fsdp")
 HF = {
@@ -340,11 +341,22 @@ HF = {
     "gradient_checkpointing_kwargs": PARAMETERS,
     "activation_checkpointing_kwargs": PARAMETERS,
     "every_n_layers": NUMBER,
-    "activation_offloading": Key((bool, "legacy", "disk", None), "all offload"),
+    "activation_offloading": Key((bool, "legacy", "disk", HIDDEN, None), "all offload"),
+    OPS_SAVED: Key((bool, dict, None), SELECTIVE),
 }
+HF_OPS_SAVED = {
+    "save": LIST,
+    "offload": Key((bool, None)),
+    "save_sliding_window": Key(note="the attention of all layers is kept"),
+    "recompute_layer_types": Key((list, None), note="the attention of all layers is kept"),
+}
+# What a saved operator of axolotl is here.
+GROUPS = {"attention": "attention"}
+GROUPS |= dict.fromkeys(("aten::mm", "aten::addmm", "aten::bmm", "aten::matmul"), "matmul")
 HF_KWARGS = {
     "every_n_layers": NUMBER,
     "offload": Key((bool, None)),
+    "selective": SWITCH,
     "use_reentrant": Key((bool, None)),  # a replay here is of neither kind
     "preserve_rng_state": SWITCH,
     "determinism_check": Key((str,), note="--recompute-verify compares values"),
@@ -357,8 +369,9 @@ def from_hf(found: Settings) -> str:
 
     The keys may be at any place of the file. The flags also hold for other people's models:
     `api.apply_policy_` takes the text of the policy. `activation_offloading` moves what every layer
-    keeps to host memory, and the kwarg `offload` that of the layers that are rebuilt. The kwargs
-    count with the Trainer's own switch, not with FSDP's.
+    keeps to host memory; its value "hidden_states" and the kwarg `offload` move that of the layers
+    that are rebuilt. The kwarg `selective` of TRL and `selective_checkpointing` of axolotl keep the
+    results of attention. The kwargs count with the Trainer's own switch, not with FSDP's.
     """
     found.require(bool(found.read), f"there is no gradient_checkpointing, {SILENT}")
     for _, section in everything(found.config):
@@ -381,6 +394,22 @@ def from_hf(found: Settings) -> str:
         "activation_offloading needs gradient_checkpointing, true or false, beside it: TRL's "
         "default is true, and that of others false",
     )
+    is_selective = given(SELECTIVE) or any(
+        isinstance(value, Mapping) and place.endswith(OPS_SAVED)
+        for place, value in everything(found.config)
+    )
+    saved = given("save", ["attention"]) if is_selective else []
+    found.require(
+        not is_selective or bool(mode and not given("use_reentrant")),
+        "selective checkpointing needs gradient_checkpointing true, and use_reentrant false or "
+        "left out, as in TRL and axolotl",
+    )
+    for name in saved:
+        found.require(
+            name in [*GROUPS],  # a list has no hash
+            f"save names {shown(name)}, which is none of {', '.join(GROUPS)}: give a "
+            "--recompute-policy with ops(...) instead",
+        )
     for name in ("every_n_layers", "offload"):
         if name in found.given and mode in (None, SELECTIVE):
             found.note(f"{name} has no meaning without activation_checkpointing true")
@@ -391,9 +420,12 @@ def from_hf(found: Settings) -> str:
         rule = _operators([*OPERATORS, ROUTER])
     elif mode:
         rule = found.every(given("every_n_layers", 1), "every_n_layers", from_first=True)
-    if mode in OFFLOADING or everywhere:
+        if saved:
+            kept = dict.fromkeys(GROUPS[name] for name in saved)
+            rule = rule.replace(WHOLE, f"ops({','.join(kept)})")
+    if mode in OFFLOADING or everywhere not in (None, HIDDEN):
         return _on_the_host(rule)
-    return rule + "@host" * bool(mode and given("offload"))
+    return rule + "@host" * bool(mode and (everywhere or given("offload")))
 
 
 # --- all systems ---
@@ -473,6 +505,7 @@ SYSTEMS = {
         from_hf,
         [
             Table(r"(.+\.)?(gradient|activation)_checkpointing_kwargs", HF_KWARGS, ANYWHERE),
+            Table(rf"(.+\.)?{OPS_SAVED}", HF_OPS_SAVED, ANYWHERE),
             Table(r"(.+\.)?fsdp_config", {SECTION: FSDP, f"fsdp_{SECTION}": FSDP}),
             Table(ANYWHERE, HF),
         ],

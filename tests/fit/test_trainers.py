@@ -113,7 +113,7 @@ def test_the_trainer_of_transformers_is_measured_by_its_own_step(tmp_path, capsy
         return [*found, torch.rand(1, generator=sampler.generator)], fit
 
     check(train)
-    assert "gradient_checkpointing is off" in capsys.readouterr().out
+    assert "checkpointing is off" in capsys.readouterr().out
 
 
 def test_a_budget_outside_of_a_trainer_says_what_to_call():

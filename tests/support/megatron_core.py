@@ -9,10 +9,12 @@ import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.experts import ExpertSettings
@@ -333,5 +335,12 @@ def load_dist(root, model, optimizer):
 
     wanted = {"model": model.sharded_state_dict(metadata=METADATA)}
     wanted["optimizer"] = optimizer.sharded_state_dict(wanted, is_loading=True, metadata=METADATA)
-    state = dist_checkpointing.load(wanted, str(_saved(root)), strict=StrictHandling.RAISE_ALL)
+    # megatron-core passes all properties to torch.empty, which takes no strides (torch 2.15).
+    with patch.object(TensorProperties, "__setstate__", _restore):
+        state = dist_checkpointing.load(wanted, str(_saved(root)), strict=StrictHandling.RAISE_ALL)
     _take(state, model, optimizer)
+
+
+def _restore(properties, state, restore=TensorProperties.__setstate__):
+    restore(properties, state)
+    vars(properties).pop("strides", None)

@@ -129,6 +129,20 @@ PARTS = [
         "every_n_layers offload a.enable_compile",
     ),
     ("hf", "activation_checkpointing: selective", f"{OPS}+router", ""),
+    (
+        "hf",
+        "gradient_checkpointing: true, gradient_checkpointing_kwargs: {selective: true, "
+        "every_n_layers: 3}, activation_offloading: hidden_states",
+        "every-3:ops(attention)@host",
+        "",
+    ),
+    (
+        "hf",
+        "gradient_checkpointing: true, selective_checkpointing: {save: [attention, 'aten::mm'], "
+        "save_sliding_window: true}",
+        "*:ops(attention,matmul)",
+        "save_sliding_window",
+    ),
     ("deepspeed", '}, "a\\nb": {offload%s: 1' % ("x" * 120), "*:full", "'a\\nb.offload"),
 ]
 
@@ -267,6 +281,8 @@ REFUSED = [
     ("modalities", f"a: {{{VARIANT}}}, b: {{{LAYER}{{}}}}", "leave one of them out"),
     ("hf", "activation_checkpointing: false, gradient_checkpointing: true", "leave one"),
     ("hf", "activation_offloading: true", "needs gradient_checkpointing"),
+    ("hf", "selective_checkpointing: {}", "needs gradient_checkpointing true"),
+    ("hf", "gradient_checkpointing: true, selective_checkpointing: {save: [[]]}", "none of att"),
     ("deepspeed", "partition_activations: true", "(got 1): give --tp N"),
     ("oslo", "enable: true}, tensor_parallel_size: 4, a: {", "size is 4 and 2: leave one"),
 ]

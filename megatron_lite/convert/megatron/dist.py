@@ -11,6 +11,7 @@ first dim, in one chunk a layer, unless only some layers have experts: then it h
 layer, and no stack is expected.
 """
 
+import copyreg
 import json
 import math
 import pickle
@@ -229,7 +230,12 @@ def write(source: WeightSource, path: Path) -> None:
                 tensors[full] = dcp.BytesStorageMetadata()
                 save(full, [None])
         metadata = dcp.Metadata(tensors, storage_data=places)
-        (step / DIST_METADATA).write_bytes(pickle.dumps(metadata))
+        with (step / DIST_METADATA).open("wb") as file:
+            pickler = pickle.Pickler(file)
+            pickler.dispatch_table = copyreg.dispatch_table | {
+                dcp.TensorProperties: _without_strides
+            }
+            pickler.dump(metadata)
         common = megatron_args.common_values(source, tp_size=1, pp_size=1)
         if source.state_keys:
             optimizer = {"state": {}, "param_groups": megatron_args.groups(source)}
@@ -256,3 +262,10 @@ def _extra_states(name: str, model: ModelConfig) -> Iterator[str]:
             f"{dist_name(name, model).removesuffix('weight')}_extra_state/shard_"
             f"{'_'.join('.'.join(map(str, one)) for one in (numbers, sizes))}"
         )
+
+
+def _without_strides(properties: Any) -> Any:
+    """Returns the reduced form of properties without the strides, the last value of their state
+    since torch 2.15: an older torch cannot read them."""
+    made, kind, state, *_ = properties.__reduce_ex__(2)
+    return made, kind, state[:5]

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.convert.megatron.dist import source as dist_source
+from megatron_lite.convert.megatron.dist import write
 from tests.convert.megatron.test_legacy_layouts import (
     EXPERTS,
     LLAMA,
@@ -181,3 +182,14 @@ def test_states_that_are_kept_by_parameter_are_read(master, tmp_path):
     for name in weights_of(CONFIG):
         for number, key in enumerate(("master", "exp_avg", "exp_avg_sq")):
             assert torch.equal(source.read(f"{name}/{key}"), weights.read(name) + number)
+
+
+def test_an_older_torch_reads_what_a_newer_one_writes(tmp_path, monkeypatch):
+    save(tmp_path / "from")
+    kind = dcp.metadata.TensorProperties
+    state = kind.__getstate__
+    # torch 2.15 adds the strides
+    monkeypatch.setattr(kind, "__getstate__", lambda properties: (*state(properties)[:5], None))
+    write(dist_source(tmp_path / "from"), tmp_path / "to")
+    (found,) = (tmp_path / "to").rglob(".metadata")
+    assert pickle.loads(found.read_bytes()).state_dict_metadata[WORDS].properties.dtype
