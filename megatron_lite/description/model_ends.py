@@ -4,9 +4,11 @@ The head is the final norm, the output projection and the loss. The code is in m
 and model/gpt.py. Standard library only.
 """
 
+from dataclasses import replace
+
 from megatron_lite.config.row_blocks import rows_at_a_time
 
-from .norms import norm_keeps, norm_parameters
+from .norms import norm_keeps, norm_parameters, norm_temporary
 from .operations import (
     ALL_REDUCE,
     ID_BYTES,
@@ -128,6 +130,7 @@ def head_operations(of: Sizes) -> tuple[Operation, ...]:
             parameters=norm_parameters(of),
             moved=Moved(of.residual + of.hidden, 2 * of.residual + of.hidden)
             + (2 * of.hidden * (model.logits_scaling != 1.0),) * 2,
+            temporary=norm_temporary(of),
         ),
         Operation(
             "output_layer",
@@ -156,17 +159,16 @@ def loss_blocks(of: Sizes, tokens: int, columns: int) -> int:
     """Returns the bytes with which the loss computes the softmax of some rows of its logits.
 
     torch casts bfloat16 rows to float32 before its softmax, on every device. It casts float16 rows
-    on a CPU only. Rows that are a slice of padded columns are copied, unless they are cast. One
-    compiled kernel for all rows has none of these. A cap takes the tanh of the rows too.
+    on a CPU only. One compiled kernel for all rows has none of these. A cap takes the tanh of the
+    rows too.
     """
     caps = of.model.final_logit_softcapping is not None
     if of.compiled:
         return 0
     rows = min(tokens, rows_at_a_time(tokens, columns, of.device))
     softmax = rows * columns * of.accumulate_bytes
-    if caps or (of.is_rounded and (not of.is_float16 or of.device == "cpu")):
-        return 2 * softmax
-    return softmax + rows * columns * of.element_bytes * of.has_padding
+    casts = of.is_rounded and (not of.is_float16 or of.device == "cpu")
+    return softmax * (1 + (caps or casts))
 
 
 def _loss_temporary(of: Sizes, columns: int) -> int:
@@ -186,6 +188,7 @@ def _chunked_temporary(of: Sizes, columns: int) -> int:
     total = cast = gathered = scattered = 0
     if not of.adds_by_itself:
         # The gradient is summed over the chunks in float32, and cast when it is complete.
+        of = replace(of, narrow_sums=False)
         total = columns * hidden * of.accumulate_bytes
         cast = columns * hidden * of.element_bytes * of.is_rounded
     if of.gathers:

@@ -9,7 +9,7 @@ A number counts the gradients of the operation's output and input, gathered tens
 kernels allocate. The fullest moment of an operation is in its backward, because its forward holds
 no more. The exceptions are the loss in one pass, whose forward computes the gradients, and the
 experts, whose forward holds a place for each choice of all tokens. Operations that never hold the
-most of their layer have the number 0: norms, dropout, rotary embedding and the split into heads.
+most of their layer have the number 0: dropout, the split into heads and norms of one kernel.
 docs/memory.md tells how far the sum is from measured peaks. Standard library only.
 """
 
@@ -61,7 +61,6 @@ class Sizes:
     accumulates: whether a step has several micro-batches, whose gradients are added.
     narrow_sums: whether the sum of 16-bit gradients has 16 bits too (--main-grads-dtype bf16).
     is_float16: whether an element of 2 bytes is float16, not bfloat16.
-    has_padding: whether some of a rank's logits are those of padded ids.
     masks_loss: whether a micro-batch has a loss mask (--eod-mask-loss).
     resets_positions: whether it has position ids, which learned positions read
         (--reset-position-ids).
@@ -100,7 +99,6 @@ class Sizes:
     accumulates: bool = False
     narrow_sums: bool = False
     is_float16: bool = False
-    has_padding: bool = False
     masks_loss: bool = False
     resets_positions: bool = False
     resets_attention: bool = False
@@ -161,10 +159,9 @@ class Sizes:
         sharded: whether FSDP2 shards the states. It has no sum of whole gradients: they live until
             their unit is reduced.
         """
-        sizes = cls.of(config, device=device, stage=stage)
         training = config.training
         return replace(
-            sizes,
+            cls.of(config, device=device, stage=stage),
             in_step=True,
             sums_gradients=not sharded,
             adds_by_itself=not sharded
@@ -172,7 +169,6 @@ class Sizes:
             and not config.compiles_layers,
             accumulates=accumulates,
             narrow_sums=config.optimizer.main_grads_dtype != "fp32",
-            has_padding=sizes.padded_vocab_size != config.tokenizer.true_vocab_size,
         )
 
     def shared_by(self, num_ranks: int) -> Sizes:

@@ -134,23 +134,25 @@ def places_of(labels: Tensor, *, first_id: int, num_ids: int) -> Tensors:
 
 
 def row_statistics(logits: Tensor, labels: LocalLabels, columns: Columns) -> RowStatistics:
-    """Returns the statistics of the logits [n, V/t]. Issues no collective."""
+    """Returns the statistics of the logits [n, V/t], and writes -inf over padding. Issues no
+    collective."""
     num_ids = columns.num_ids
     if num_ids and columns.kernels is not None:
         of_rows = _run(columns, statistics_of_rows, logits, labels.column, num_ids=num_ids)
         return RowStatistics(*of_rows)
-    rows = logits[:, :num_ids]
-    dtype = at_least_float32(rows.dtype)
-    maximum = torch.full(rows.shape[:1], -torch.inf, dtype=dtype, device=rows.device)
+    # Torch's softmax would copy rows without their padding, which are not contiguous.
+    logits[:, num_ids:] = -torch.inf
+    dtype, (count, width) = at_least_float32(logits.dtype), logits.shape
+    maximum = torch.full((count,), -torch.inf, dtype=dtype, device=logits.device)
     total, at_label = torch.zeros_like(maximum), torch.zeros_like(maximum)
     if num_ids:
         # The largest softmax of a row is 1 / total, and torch's softmax is faster than its exp.
-        step = rows_at_a_time(rows.shape[0], num_ids, rows.device.type)
-        for start in range(0, rows.shape[0], step):
+        step = rows_at_a_time(count, width, logits.device.type)
+        for start in range(0, count, step):
             part = slice(start, start + step)
-            maximum[part] = rows[part].amax(-1).to(dtype)
-            total[part] = torch.softmax(rows[part], -1, dtype=dtype).amax(-1).reciprocal_()
-        at_label = rows.gather(-1, labels.column.unsqueeze(-1)).squeeze(-1).to(dtype)
+            maximum[part] = logits[part].amax(-1).to(dtype)
+            total[part] = torch.softmax(logits[part], -1, dtype=dtype).amax(-1).reciprocal_()
+        at_label = logits.gather(-1, labels.column.unsqueeze(-1)).squeeze(-1).to(dtype)
     return RowStatistics(maximum, total, at_label)
 
 
@@ -202,23 +204,24 @@ def write_gradient_(
     # is `share` times the softmax over this rank's columns.
     grad, column = grad_losses.to(share.dtype), labels.column.unsqueeze(-1)
     softmax, at_label = (grad * share).unsqueeze(-1), (-grad * labels.here).unsqueeze(-1)
-    logits[:, num_ids:] = 0.0
-    rows = logits[:, :num_ids]
-    step = rows_at_a_time(rows.shape[0], num_ids, rows.device.type)
-    for start in range(0, rows.shape[0] if num_ids else 0, step):
+    logits[:, num_ids:] = -torch.inf  # those of a loss chunk are new
+    count, width = logits.shape
+    step = rows_at_a_time(count, width, logits.device.type)
+    for start in range(0, count if num_ids else 0, step):
         part = slice(start, start + step)
         # No name holds the gradient of some rows while that of the next ones is made.
         grad_rows = (
-            torch.softmax(rows[part], -1, dtype=softmax.dtype)
+            torch.softmax(logits[part], -1, dtype=softmax.dtype)
             .mul_(softmax[part])
             .scatter_add_(-1, column[part], at_label[part])
         )
         if columns.cap is not None:
-            tanh = rows[part].to(grad_rows.dtype, copy=True).div_(columns.cap)
+            tanh = logits[part].to(grad_rows.dtype, copy=True).div_(columns.cap)
             torch.ops.aten.tanh_backward.grad_input(grad_rows, tanh, grad_input=grad_rows)
             del tanh
-        rows[part] = grad_rows
+        logits[part] = grad_rows
         del grad_rows
+    logits[:, num_ids:] = 0.0
 
 
 def _run(columns: Columns, function: Callable[..., Any], *tensors: Tensor, **settings: Any) -> Any:

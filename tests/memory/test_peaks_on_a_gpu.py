@@ -40,7 +40,8 @@ def config_of(row):
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
 def test_the_peak_of_a_step_is_the_measured_one(row):
     peak = step_peak(config_of(row), 0, device="cuda")
-    assert LOWEST < peak.num_bytes / GIB / row["peak_gib"] - 1.0 < HIGHEST, peak
+    predicted = peak.num_bytes / GIB + row.get("copied_gib", 0)
+    assert LOWEST < predicted / row["peak_gib"] - 1.0 < HIGHEST, peak
 
 
 @pytest.mark.parametrize("row", MEASURED["rows"], ids=lambda row: row["name"])
