@@ -43,6 +43,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from megatron_lite.config.parallel import DataParallelConfig
 
 from .collectives import start_all_gather_into_, start_reduce_scatter_into_
+from .compiled import Pair, applied
 from .parameter_spec import mark, spec_of
 from .torch_internals import address_of, base_of, num_users_of_storage, num_users_of_tensor
 from .weights import GATHERED_DTYPE, READER, STAND_INS
@@ -166,9 +167,13 @@ def _read_for_output(embedding: Any) -> Tensor:
     weight: Tensor = embedding.weight
     if not torch.is_grad_enabled():
         return weight
-    # The hook needs a tensor whose gradient covers this use only, hence the view.
-    used = weight.view_as(weight)
-    used.register_hook(lambda _: embedding.reshard())
+
+    def freed(grad: Tensor) -> Tensor:
+        embedding.reshard()
+        return grad
+
+    # A view would hold this gradient, so that the engine could not add the lookup's in place.
+    used: Tensor = applied(Pair(lambda same: same, freed, slice(0)), weight)
     return used
 
 

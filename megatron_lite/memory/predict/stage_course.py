@@ -149,7 +149,7 @@ def stage_course(
         forward.look(Moment("forward of layers", plan.num_layers - 1 if layers else None))
         forward.other -= waiting + hidden
         if last:
-            forward.gather(weights.output)
+            forward.gather(weights.output, copies_out=not weights.tied)
             forward.kept += head.kept
             for one in last:
                 # Weights that FSDP2 gathers for the forward are still there during the loss.
@@ -167,11 +167,9 @@ def stage_course(
             backward.other -= weights.output.gathered
             backward.reduce(NOTHING if weights.tied else weights.output)
         for number, segment in reversed(list(enumerate(plan.segments))):
-            if weights.reshards:
-                # The layers are copied out of the buffer, which the layer before then takes.
-                own = segment.numbers
-                taken = units[max(0, own[0] - 1) : own[-1]]
-                backward.other += sum(one.gathered for one in taken)
+            if weights.reshards:  # the last layer is in the buffer, and copied out of it
+                gathers = units[segment.first_layer : segment.numbers[-1]]
+                backward.other += sum(one.gathered for one in gathers)
             run_segment(number, segment)
         if first:
             run_end(embedding)
@@ -211,6 +209,8 @@ def stage_course(
         held = []
         for place, part in reversed(list(enumerate(parts))):
             backward.rebuilt -= part.rebuilt
+            if weights.reshards and place == 0 < at:  # which the layer before now takes
+                backward.other += units[at - 1].gathered
             if part.replayed is not None:
                 held.append(backward.kept + backward.rebuilt + part.replayed)
             backward.look(part.fullest._replace(layer=at + place))

@@ -41,7 +41,7 @@ FLOAT32 = 4
 #                reduces its gradients, before the last layer does.
 #
 # The facts are those of torch 2.13 and of parallel/fsdp.py. A tied weight that is a unit of
-# its own counts as a part of the root, which is the most that it can hold.
+# its own is gathered for the head without a buffer that stays.
 
 
 class FsdpUnit(NamedTuple):
