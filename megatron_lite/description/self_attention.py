@@ -67,11 +67,15 @@ def attention_operations(of: Sizes, layer: int) -> Iterator[Operation]:
         # compiled norm rotates too, and without norms one kernel splits and rotates.
         both = (of.query + of.kv) * (not (normed and by_head))
         both += of.kv * (of.compiled and not normed)
+        # Forward holds the output of linear_qkv, copies of heads, and four tensors of the query.
+        held = (2 * whole.num_bytes - of.kv * (not normed)) * (apart or not normed)
+        turned = 4 * of.query * model.rotary_dim // model.head_dim
         yield Operation(
             "rotary",
             "self_attention",
             (rotary_tables(of, "local " * model.layer_is_local(layer)),),
             moved=Moved(2 * both, 2 * both) if of.compiled else Moved(10 * both, 12 * both),
+            temporary=0 if of.compiled else held + turned,
         )
     # Without rotation, norm and groups, core attention saves views of linear_qkv's output.
     inputs: Tensors = (whole,)
@@ -159,7 +163,8 @@ def _flash(of: Sizes, inputs: Tensors, *, windowed: bool) -> Operation:
         forward,
     )
     in_flash = (is_flash or of.deterministic) and not (masked or is_wide)
-    built = 2 * of.own_seq_length * of.seq_length * of.element_bytes  # the mask, once more
+    # the mask, which other devices have a second time
+    built = (2 - on_cpu) * of.own_seq_length * of.seq_length * of.element_bytes
     pieces, size = 0, of.micro_batch_size
     if packed and (on_cpu or is_wide):  # the gradients of a document, at most of a whole sample
         pieces = (of.query + 2 * of.kv) // size
@@ -192,8 +197,10 @@ def _on_cpu(of: Sizes) -> int:
     length = of.own_seq_length
     rows = 256 if length >= 768 else 64 if length >= 192 else 32
     each = of.accumulate_bytes + of.element_bytes * of.is_rounded
-    copy = of.query * (of.micro_batch_size > 1)
-    return 2 * rows * min(length, 512) * each + copy
+    blocks, samples = 2 * rows * min(length, 512) * each, of.micro_batch_size
+    if of.resets_attention:  # a document at a time, the first before the place of all gradients
+        return (blocks + of.query // samples) * (samples > 1)
+    return blocks + of.query * (samples > 1)
 
 
 def _flash_temporary(of: Sizes) -> int:
@@ -277,34 +284,47 @@ def _unfused(of: Sizes, inputs: Tensors) -> Operation:
         ),
         backward=backward,
         moved=moved,
-        temporary=_unfused_temporary(of, scores, softmax),
+        temporary=_unfused_temporary(of, inputs, heads, scores, softmax),
     )
 
 
-def _unfused_temporary(of: Sizes, scores: int, softmax: int) -> int:
-    """Returns the number of attention that builds its scores, from their bytes."""
-    query, ranks = of.query, of.cp_size
-    repeated = ranks * query  # the gradient of the key, or of the value, for every head
-    # The product with the values keeps a tensor besides the softmax, and frees it early.
-    freed = scores if softmax != scores or of.model.attention_dropout else 0
-    whole = ranks * _sent(of)
-    exchange = whole + of.gloo_copy(whole) if ranks > 1 else 0
-    # Forward holds the scores until it ends, the mask, and what dropout draws. On a CPU dropout
-    # has its mask in the dtype of the scores as well, unless it is compiled.
+def _unfused_temporary(
+    of: Sizes, inputs: Tensors, heads: Tensors, scores: int, softmax: int
+) -> int:
+    """Returns the number of attention that builds its scores, from their bytes.
+
+    heads: the query, and the keys and values that it keeps.
+    """
+    attended, exchange = of.attended, 0
+    # Forward holds its callers' tensors with the output of linear_qkv, the scores and the mask, and
+    # what dropout draws. On a CPU dropout has its mask in the dtype of the scores as well, unless
+    # it is compiled.
+    callers = sum(one.num_bytes for one in inputs if one not in heads)
+    if len(inputs) > 1 and not of.model.multi_latent_attention:
+        callers += of.query + 2 * of.kv
+    if of.cp_size > 1 and not heads[2:]:  # the softmax is not there yet
+        exchange = callers + _sent(of) + of.gloo_copy(heads[1].num_bytes) - softmax
     mask = of.own_seq_length * of.seq_length * of.element_bytes
     if of.resets_attention and of.micro_batch_size > 1:
         mask = scores
-    drawn = cast = 0
+    drawn = cast = freed = 0
     if of.model.attention_dropout:
         # and the cast of a float32 softmax
         drawn = 2 * scores // of.element_bytes + scores * (softmax != scores)
         cast = scores * (of.device == "cpu" and not of.compiled)
+    # The product with the values frees its factors: one besides the softmax, and the values.
+    if softmax != scores or of.model.attention_dropout:
+        freed = scores
+    freed += sum(one.num_bytes for one in heads[2:])
+    # the gradients of keys and values for every head
+    keys, values = of.cp_size * of.query, of.cp_size * attended
     return max(
-        scores + mask + drawn + cast,
-        repeated + scores + cast,
-        query + scores + repeated,
-        repeated + 2 * softmax - freed,
-        2 * query + 3 * repeated + exchange + scores - freed,
+        exchange,
+        callers + scores + mask + max(drawn + cast, 2 * attended),
+        attended + scores + values,
+        values + 2 * scores + cast - freed,
+        values + 2 * softmax - freed,
+        of.query + 2 * keys + values + scores - softmax - freed,
     )
 
 

@@ -87,7 +87,7 @@ def held(run):
         told = rank_states(
             run, parallel.pp_rank, dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank
         )
-    return found, told._replace(rounding=0, pieces=(), sent=0)
+    return found, told._replace(rounding=0, pieces=(), part=0, sent=0)
 
 
 def differing(rank, world_size, runs):

@@ -50,7 +50,8 @@ class RankStates(NamedTuple):
     on_host: the masters and states in host memory, the places of gradients there, and the buffers
         through which weights pass.
     rounding: the bytes that CUDA's allocator adds to the tensors on the device.
-    pieces: the elements of each piece that the device updates.
+    pieces: the elements of each piece that the device updates. part: those of the largest part in
+        host memory.
     sent: the elements of the buckets whose gradients a step sends: of all but experts that no other
         rank has.
     """
@@ -62,6 +63,7 @@ class RankStates(NamedTuple):
     on_host: int = 0
     rounding: int = 0
     pieces: tuple[int, ...] = ()
+    part: int = 0
     sent: int = 0
 
     @property
@@ -157,6 +159,7 @@ def _states(settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int)
         ],
     )._replace(
         pieces=tuple(number for _, number in here),
+        part=part,
         sent=sum(
             bucket.num_elements
             for bucket in buckets
@@ -289,18 +292,18 @@ def update_memory(
         found.append(UpdateMemory(name, sent_bytes * (in_bf16 + copied), True))
         found.append(UpdateMemory("gather of weights", states.sent * element * copied, True))
     if config.optimizer.is_rounded:
-        found.append(UpdateMemory("update of a part", _part(config, states.pieces, device), False))
+        found.append(UpdateMemory("update of a part", _part(config, states, device), False))
     if config.optimizer.optimizer == MUON:
         found.append(UpdateMemory("update of a matrix", _muon(config, stages, shards), False))
     return max(found, key=lambda one: one.num_bytes)
 
 
-def _part(config: RunConfig, pieces: Iterable[int], device: str) -> int:
+def _part(config: RunConfig, states: RankStates, device: str) -> int:
     """Returns the most bytes of the float32 copies of a part of a parameter (optim/stored.py): in
     its update, as a scale divides it, or as the weights are chosen from the new and the old.
 
-    pieces: the elements of each piece that the device updates. Some are updated together: all, or
-        the small ones, if the others have a compiled kernel each. Scales are of one piece.
+    Some pieces are updated together: all, or the small ones, if the others have a compiled kernel
+    each. Scales are of one piece. Parts in host memory are updated one by one, there.
     """
     options, has_kernels = config.optimizer, config.uses_compiler(device)
     copies = sum(kind != "fp32" for kind in options.formats)
@@ -308,11 +311,13 @@ def _part(config: RunConfig, pieces: Iterable[int], device: str) -> int:
     divided = scales + 7 * options.stochastic_rounding  # numbers of 64 bits
     chosen = 3 * (options.main_params_dtype != "fp32")
     most = max(copies + (options.main_grads_dtype != "fp32"), copies + divided, chosen)
-    parts = [min(PART, number - start) for number in pieces for start in range(0, number, PART)]
+    parts = [
+        min(PART, number - start) for number in states.pieces for start in range(0, number, PART)
+    ]
     if not scales:
         several = (number for number in parts if number < SMALL or not has_kernels)
         parts = [sum(group) for group in together(several, int)]
-    return FLOAT32 * most * max(parts, default=0)
+    return FLOAT32 * most * max(*parts, states.part * (device == "cpu"), 0)
 
 
 def _muon(config: RunConfig, stages: Iterable[Stage], shards: int) -> int:
