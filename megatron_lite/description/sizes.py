@@ -58,7 +58,7 @@ class Sizes:
         freed as soon as it is complete, as in training. If not, it stays alive.
     adds_by_itself: whether the backward of a linear layer adds its weight's gradient to that sum by
         itself, so that autograd gets none.
-    accumulates: whether a step has several micro-batches, whose gradients are added.
+    accumulates: whether a micro-batch before has left gradients, to which its own are added.
     narrow_sums: whether the sum of 16-bit gradients has 16 bits too (--main-grads-dtype bf16).
     is_float16: whether an element of 2 bytes is float16, not bfloat16.
     masks_loss: whether a micro-batch has a loss mask (--eod-mask-loss).

@@ -132,10 +132,10 @@ def step_peak(
     stages = schedule.stages
 
     @cache
-    def course(chunk: int, keeps_all: bool) -> StageCourse:
+    def course(chunk: int, keeps_all: bool, accumulates: bool) -> StageCourse:
         stage = stages[chunk]
         sizes = Sizes.in_training(
-            config, device=device, stage=stage, accumulates=number > 1, sharded=shards > 1
+            config, device=device, stage=stage, accumulates=accumulates, sharded=shards > 1
         )
         weights = NOT_SHARDED
         if shards > 1:
@@ -143,14 +143,16 @@ def step_peak(
         return stage_course(stage_plan(config, stage, keeps_all), sizes, weights)
 
     action, held, waiting = _fullest(config, device, schedule, course)
-    each = [course(chunk, False) for chunk in range(len(stages))]
+    each = [course(chunk, False, False) for chunk in range(len(stages))]
     update = update_memory(config, stages, states, dp_cp_size=dp_cp_size, device=device)
     sure = ESTIMATE
     where = _when(config, action, held, stages)
     staying = sum(one.staying for one in each)
     # With a small batch the update holds more than any backward.
-    if update.num_bytes > held.num_bytes + staying:
-        held, staying = Moment(update.where, other=update.num_bytes), 0
+    gradients = states.gradients * (shards > 1)  # which exist after the first backward
+    if update.num_bytes + gradients > held.num_bytes + staying:
+        held = Moment(update.where, other=update.num_bytes, gradients=gradients)
+        staying = 0
         sure = EXACT if update.is_exact else ESTIMATE
         where = f"{update.where} after the last backward"
     verifies = config.recompute.recompute_verify
@@ -162,7 +164,7 @@ def step_peak(
     rows = (
         ("weights", states.weights, EXACT),
         ("main weights", states.masters, EXACT),
-        ("gradients", 0 if shards > 1 and number == 1 else states.gradients, EXACT),
+        ("gradients", held.gradients if shards > 1 else states.gradients, EXACT),
         ("optimizer states", states.optimizer, EXACT),
         ("optimizer in host memory", on_cpu * states.on_host, EXACT),
         (ROUNDING, on_gpu * states.rounding, ESTIMATE),
@@ -194,7 +196,7 @@ def _fullest(
     config: RunConfig,
     device: str,
     schedule: RankSchedule,
-    course_of: Callable[[int, bool], StageCourse],
+    course_of: Callable[[int, bool, bool], StageCourse],
 ) -> tuple[Action, Moment, Counter[int]]:
     """Returns the fullest of a rank's actions and the moment in it, with the bytes beyond those
     that are held between steps, and for each chunk how many micro-batches await backward at most.
@@ -208,11 +210,11 @@ def _fullest(
         ends = not stage.is_first, not stage.is_last
         return ends if action.kind == "forward" else ends[::-1]
 
-    found, at, kept, other = Moment(), actions[0], 0, 0
+    found, at, kept, other, gradients = Moment(), actions[0], 0, 0, 0
     waiting, most = Counter[int](), Counter[int]()
     under_way = deque([0], maxlen=1 if len(stages) == 1 or stages[-1].is_last else 3)
     for action, following in zip_longest(actions, actions[1:]):
-        course = course_of(action.chunk, schedule.keeps_all(action))
+        course = course_of(action.chunk, schedule.keeps_all(action), action.microbatch > 0)
         is_forward = action.kind == "forward"
         passage = course.forward if is_forward else course.backward
         waiting[action.chunk] += 1 if is_forward else -1
@@ -227,6 +229,7 @@ def _fullest(
             other=other + fullest.other,
             arrived=hidden if early else 0,
             sent=sum(under_way),
+            gradients=gradients + fullest.gradients,
         )
         if here.num_bytes > found.num_bytes:
             found, at = here, action
@@ -234,6 +237,7 @@ def _fullest(
         # long as it may be on its way.
         kept += passage.kept
         other += passage.other
+        gradients += passage.gradients
         under_way.append(hidden * sends)
     return at, found, most
 

@@ -51,6 +51,7 @@ class FsdpUnit(NamedTuple):
     dtype in which they are sent; 0 if that is the dtype of the rows.
     gradients: the gradients of the whole weights, as backward computes them.
     buffer: the gradients in the buffer that is reduced. rows: this rank's part of the sum.
+    padded: the gradients that are copied, with the padding, before they are.
     """
 
     gathered: int = 0
@@ -58,6 +59,7 @@ class FsdpUnit(NamedTuple):
     gradients: int = 0
     buffer: int = 0
     rows: int = 0
+    padded: int = 0
 
 
 NOTHING = FsdpUnit()
@@ -97,17 +99,20 @@ class GatheredWeights(NamedTuple):
         def unit(parameters: Sequence[Parameter]) -> FsdpUnit:
             if not parameters:
                 return NOTHING
-            # The rows of each are padded to a multiple of the ranks.
-            own = sum(
-                -(-one.shape[0] // shards) * (one.num_elements // one.shape[0])
+            # The rows of each are padded to a multiple of the ranks. A CPU copies their gradients.
+            each = [
+                (one, -(-one.shape[0] // shards) * (one.num_elements // one.shape[0]))
                 for one in parameters
-            )
+            ]
+            own = sum(rows for _, rows in each)
+            uneven = sum(rows for one, rows in each if rows * shards != one.num_elements)
             return FsdpUnit(
                 shards * own * sent,
                 own * sent if sent != FLOAT32 else 0,
                 sum(one.num_elements for one in parameters) * sent,
                 shards * own * reduced,
                 own * FLOAT32,
+                shards * uneven * sent * (sizes.device == "cpu"),
             )
 
         untied = model.untie_embeddings_and_output_weights
@@ -159,6 +164,7 @@ class Moment(NamedTuple):
     other: hidden states, gradients, temporaries and gathered weights.
     arrived: a tensor that has arrived for the next action of a pipeline. sent: tensors that may
         still be on their way.
+    gradients: this rank's rows of the gradients that FSDP2 has reduced.
     """
 
     where: str = ""
@@ -168,6 +174,7 @@ class Moment(NamedTuple):
     other: int = 0
     arrived: int = 0
     sent: int = 0
+    gradients: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -178,8 +185,8 @@ class Moment(NamedTuple):
 class Passage:
     """Adds up what a forward or a backward of a stage allocates and frees; see Moment.
 
-    kept, rebuilt, other: the bytes held now, beyond those held when it began. They are negative if
-        it has freed more than it has allocated.
+    kept, rebuilt, other, gradients: the bytes held now, beyond those held when it began. They are
+        negative if it has freed more than it has allocated.
     fullest: the moment at which most is held.
     buffer: the bytes of the buffer into which FSDP2 gathered weights last. reduced: those of the
         buffer of its last reduction. Both are among the others.
@@ -187,7 +194,7 @@ class Passage:
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
-        self.kept = self.rebuilt = self.other = self.buffer = self.reduced = 0
+        self.kept = self.rebuilt = self.other = self.buffer = self.reduced = self.gradients = 0
         self.fullest = Moment()
 
     def look(self, held: Moment) -> None:
@@ -196,6 +203,7 @@ class Passage:
             kept=self.kept + held.kept,
             rebuilt=self.rebuilt + held.rebuilt,
             other=self.other + held.other,
+            gradients=self.gradients,
         )
         if not self.fullest.where or found.num_bytes > self.fullest.num_bytes:
             self.fullest = found
@@ -226,8 +234,8 @@ class Passage:
         where, copy = "reduction of gradients", self.sizes.gloo_copy(unit.buffer)
         self.other += unit.buffer - self.reduced
         self.reduced = unit.buffer
-        self.look(Moment(where))
+        self.look(Moment(where, other=unit.padded))
         self.other -= unit.gradients
         self.look(Moment(where, other=unit.rows + copy))
         # The first micro-batch's rows stay as `.grad`. Later rows are added to them and freed.
-        self.other += 0 if self.sizes.accumulates else unit.rows
+        self.gradients += 0 if self.sizes.accumulates else unit.rows
