@@ -195,9 +195,11 @@ def eager_activation(of: Sizes, inside: int, output: int) -> int:
     """Returns the number of an activation of torch's operators, from the bytes of its input and its
     output."""
     model = of.model
-    if model.activation == "gelu" and model.bias_gelu_fusion and of.device == "cpu":
-        # The forward computes in float32: a 16-bit input and the result are cast.
-        inside = max(inside, 2 * of.wide(output) * of.is_rounded)
-    elif model.fc1_blocks == 2:
-        inside += 2 * output  # backward holds silu(gate) and two gradients of that size
+    # A CPU computes a GELU in float32: its 16-bit input and result are cast.
+    cast = of.wide(output) * of.is_rounded * (of.device == "cpu")
+    if model.fc1_blocks == 2:
+        # backward holds the activated gate and two gradients of that size
+        inside += 2 * output + cast * (model.activation == "geglu")
+    elif model.activation == "gelu" and model.bias_gelu_fusion:
+        inside = max(inside, 2 * cast)
     return inside + output

@@ -99,6 +99,7 @@ ON_ONE_RANK = (
     f"{SMALL} --num-layers 1 --seq-length 64 --micro-batch-size 3 --bf16 --swiglu --optimizer sgd "
     "--normalization RMSNorm --num-experts 2 --moe-ffn-hidden-size 32 --disable-bias-linear "
     "--no-gradient-accumulation-fusion --num-attention-heads 2 --hidden-dropout 0.1",
+    f"{SHORT} --bf16 --geglu --ffn-hidden-size 512",
     # wide heads
     WIDE_HEADS,
     f"{WIDE_HEADS} --reset-attention-mask --window-size 32,0 --micro-batch-size 1",
