@@ -130,7 +130,7 @@ def head_operations(of: Sizes) -> tuple[Operation, ...]:
             parameters=norm_parameters(of),
             moved=Moved(of.residual + of.hidden, 2 * of.residual + of.hidden)
             + (2 * of.hidden * (model.logits_scaling != 1.0),) * 2,
-            temporary=norm_temporary(of),
+            temporary=norm_temporary(of, of.hidden),
         ),
         Operation(
             "output_layer",

@@ -42,7 +42,7 @@ def norm_before(
         # Backward reads dy and x, writes dx, and adds dx to the gradient of the residual, which a
         # compiled kernel for the same dtype does at once.
         moved=Moved(2 * of.residual, (4 if adds else 6) * of.residual),
-        temporary=norm_temporary(of),
+        temporary=norm_temporary(of, of.hidden),
     )
 
 
@@ -62,15 +62,15 @@ def norm_after(of: Sizes, name: str, linear: str, regions: tuple[str, ...] = ())
         regions,
         parameters=norm_parameters(of),
         moved=Moved(2 * of.hidden, 3 * of.hidden),
-        temporary=norm_temporary(of),
+        temporary=norm_temporary(of, of.hidden),
     )
 
 
-def norm_temporary(of: Sizes) -> int:
-    """Returns the number of a norm. RMSNorm on a CPU casts the gradient to float32, and has three
-    more tensors of its size."""
+def norm_temporary(of: Sizes, output: int) -> int:
+    """Returns the number of a norm, from the bytes of its output. RMSNorm on a CPU casts the
+    gradient to float32, and has three more tensors of its size."""
     composed = of.model.normalization == "RMSNorm" and of.device == "cpu" and not of.compiled
-    return (of.hidden + of.wide(of.hidden) * (3 + of.is_rounded)) * composed
+    return (output + of.wide(output) * (3 + of.is_rounded)) * composed
 
 
 def add_branch(of: Sizes, name: str) -> Operation:
@@ -133,6 +133,7 @@ def query_key_norms(of: Sizes, raw: tuple[KeptTensor, ...]) -> Operation:
             )
         ),
         moved=moved,
+        temporary=norm_temporary(of, of.query) + 2 * of.kv,
     )
 
 

@@ -106,11 +106,13 @@ def core_attention(of: Sizes, inputs: Tensors, layer: int) -> Operation:
         *before, after = (
             one.call(f"received {name}", output_only=name == "output") for name, one in sent.items()
         )
+        # Forward still holds what it has sent, and exchanges the output.
+        callers = sum(one.num_bytes for one in inputs) + _output_of_qkv(of, inputs)
         return core._replace(
             enters=inputs,
             calls=(*before, *core.calls, after),
             backward=tuple(sent.values()),
-            temporary=core.temporary + 2 * of.query,
+            temporary=max(core.temporary, callers + 2 * of.attended),
         )
     if model.builds_scores(of.device):
         return _unfused(of, inputs)
@@ -214,16 +216,16 @@ def _flash_temporary(of: Sizes) -> int:
     smaller = of.attended + 2 * query if of.value != of.kv else 0
     if ranks == 1:
         return 2 * query + part + smaller
-    gradients, second = query + part + smaller, max(query + part // 2, query // 2 + part)
+    gradients, second = query + part, max(query + part // 2, query // 2 + part)
     if of.cp_comm_type == "p2p":
         # The ring holds a part, the one that arrives and, beyond two ranks, the next one. Two parts
         # of gradients travel.
         held = (min(ranks - 1, 2) + 2) * part
-        return gradients + of.wide(query) + held + second + gradients
+        return smaller + gradients + of.wide(query) + held + second + gradients
     whole = ranks * part
     copy = of.gloo_copy(whole)
     most = max(gradients + max(copy, second), second + part + copy)
-    return gradients + of.wide(query) + 2 * whole + most
+    return smaller + gradients + of.wide(query) + 2 * whole + most
 
 
 def _unfused(of: Sizes, inputs: Tensors) -> Operation:
@@ -296,12 +298,10 @@ def _unfused_temporary(
     heads: the query, and the keys and values that it keeps.
     """
     attended, exchange = of.attended, 0
-    # Forward holds its callers' tensors with the output of linear_qkv, the scores and the mask, and
-    # what dropout draws. On a CPU dropout has its mask in the dtype of the scores as well, unless
-    # it is compiled.
+    # Forward holds its callers' tensors, the scores and the mask, and what dropout draws. On a CPU
+    # dropout has its mask in the dtype of the scores as well, unless it is compiled.
     callers = sum(one.num_bytes for one in inputs if one not in heads)
-    if len(inputs) > 1 and not of.model.multi_latent_attention:
-        callers += of.query + 2 * of.kv
+    callers += _output_of_qkv(of, inputs)
     if of.cp_size > 1 and not heads[2:]:  # the softmax is not there yet
         exchange = callers + _sent(of) + of.gloo_copy(heads[1].num_bytes) - softmax
     mask = of.own_seq_length * of.seq_length * of.element_bytes
@@ -326,6 +326,12 @@ def _unfused_temporary(
         values + 2 * softmax - freed,
         of.query + 2 * keys + values + scores - softmax - freed,
     )
+
+
+def _output_of_qkv(of: Sizes, inputs: Tensors) -> int:
+    """Returns the bytes of linear_qkv's output, which forward holds besides what is made of it."""
+    is_whole = len(inputs) == 1 or of.model.multi_latent_attention
+    return 0 if is_whole else of.query + 2 * of.kv
 
 
 def _matmuls(of: Sizes) -> tuple[Matmul, Matmul]:
