@@ -118,7 +118,7 @@ def _ours(model, optimizer, setting, names, *, mode=""):
         if mode == DETERMINISTIC:
             way = deterministic()(way)
         if mode == GRAPH:
-            way = as_graph(way, parallel.rng, (batch,))
+            way = as_graph(way, model.context.rng, (batch,))
         return partial(way, (batch,), learning_rate=LEARNING_RATE)
 
     for name in names:

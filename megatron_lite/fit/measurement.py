@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from megatron_lite.parallel.compiled import first_line
 from megatron_lite.parallel.weights import bytes_of
 from megatron_lite.recompute.apply import apply_policy_, remove_policy_
 from megatron_lite.recompute.contents import tensors_of
@@ -484,13 +485,18 @@ class Measurement:
 
         tried: the actions of some layers. All others are rebuilt in full.
         """
+        spans, failure = None, ""
         try:
             actions = {self._layers[number]: action for number, action in tried.items()}
             spans = self._measured(self._full | actions)
-        except RuntimeError as error:
-            if len(tried) == 1:  # the device has too little memory, or the layer cannot follow
+        except (
+            RuntimeError
+        ) as error:  # the device has too little memory, or the layer cannot follow
+            failure = first_line(error)
+        if spans is None:  # the error has ended: it would hold what the step had
+            if len(tried) == 1:
                 ((number, action),) = tried.items()
-                self.notes.append(f"note: {action} is left out: {str(error).splitlines()[0]}")
+                self.notes.append(f"note: {action} is left out: {failure}")
                 return {number: Option(action, IMPOSSIBLE, IMPOSSIBLE)}
             return dict(ChainMap(*(self._compared(dict([one]), full) for one in tried.items())))
         found = {}

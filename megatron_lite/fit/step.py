@@ -367,7 +367,7 @@ def repeatable(parameters: Sequence[Tensor]) -> Iterator[None]:
     Raises ValueError if an optimizer is about to update weights in the block.
     """
     gradients = [None if each.grad is None else _kept(each.grad) for each in parameters]
-    devices = {each.device for each in parameters if each.device.type == "cuda"}
+    devices = range(torch.cuda.device_count() * torch.cuda.is_initialized())
     with (
         torch.random.fork_rng(devices),
         drawn_again(global_states()),

@@ -48,7 +48,8 @@ def default_generator(device: torch.device) -> torch.Generator:
     if device.type != "cuda":
         return torch.default_generator
     torch.cuda.init()
-    return torch.cuda.default_generators[device.index or 0]
+    place = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[place]
 
 
 class RngStreams:

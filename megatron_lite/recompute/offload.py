@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,16 +57,17 @@ class CopyStreams:
 
 
 class CudaCopyStreams(CopyStreams):
-    """Copies on two side streams of a CUDA device, one for each direction."""
+    """Copies on side streams of CUDA devices. side: that of a device and a direction."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    def __init__(self) -> None:
+        self.side = cache(lambda device, back: torch.cuda.Stream(device))
 
     def copy(self, target: Tensor, source: Tensor, *, after: Mark, back: bool) -> Mark:
-        """Copies `source` to `target`, after all work on the current stream so far."""
-        stream = self._back if back else self._out
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        """Copies `source` to `target`, after all work on the device's current stream so far."""
+        # Elsewhere than on a stream of its own device a copy would run on the current one.
+        device = (target if back else source).device
+        stream = self.side(device, back)
+        stream.wait_stream(torch.cuda.current_stream(device))
         if after is not None:
             stream.wait_event(after)
         with torch.cuda.stream(stream):
@@ -73,17 +75,17 @@ class CudaCopyStreams(CopyStreams):
         return stream.record_event()
 
     def wait(self, mark: Mark) -> None:
-        """Makes the current stream wait for the copy."""
-        torch.cuda.current_stream(self._device).wait_event(mark)
+        """Makes the current stream of the copy's device wait for it."""
+        torch.cuda.current_stream(mark.device).wait_event(mark)
 
     def forsake(self, target: Tensor) -> None:
         """Keeps the allocator from using the memory of `target` again before the copy has ended."""
-        target.record_stream(self._back)
+        target.record_stream(self.side(target.device, True))
 
 
 def copy_streams_of(device: torch.device) -> CopyStreams:
     """Returns the object that copies between a device and the host."""
-    return CudaCopyStreams(device) if device.type == "cuda" else CopyStreams()
+    return CudaCopyStreams() if device.type == "cuda" else CopyStreams()
 
 
 class Offload:
@@ -130,8 +132,8 @@ class Offload:
         """Frees the last segment's originals once the current stream waits for their copies."""
         held = [copy for each in self._before.copies if (copy := each())]
         copies = [copy for copy in held if copy.original is not None]
-        for copy in copies[-1:]:
-            self._copy_streams.wait(copy.left)
+        for last in {copy.original.device: copy for copy in copies}.values():
+            self._copy_streams.wait(last.left)
         for copy in copies:
             copy.free_original()
 

@@ -42,7 +42,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -293,8 +293,10 @@ class MicroBatches:
             bounds = bounds_of(read, self.rules.eod)
             pairs += sum((stop - start) ** 2 for start, stop in pairwise(bounds))
             squares += bounds[-1] * (read.shape[1] - 1)
-        share = torch.tensor(pairs / squares, dtype=torch.float64).to(self.parallel.device)
-        return all_reduce_(share, self.parallel.dp_group) / self.parallel.dp_size
+        return (
+            all_reduce_(_sent(pairs / squares, self.parallel), self.parallel.dp_group)
+            / self.parallel.dp_size
+        )
 
     def _read(self, number: int) -> np.ndarray:
         """Returns the samples of a micro-batch, [b, s + 1].
@@ -344,10 +346,16 @@ def masked_mean(counts: Sequence[int], parallel: ParallelState, *, per_token: bo
     counts: the tokens that count in each of this rank's micro-batches, on all context-parallel
         ranks together.
     """
-    own = torch.tensor(counts, dtype=torch.float64).to(parallel.device)
+    own = _sent(counts, parallel)
     total = all_reduce_(own.sum(), parallel.dp_group).clamp(min=1.0)
     if per_token:
         return MaskedMean(total.reciprocal().expand(len(counts)), total)
     # the mean over a micro-batch's tokens, times its share of all micro-batches of all ranks
     shares = own.clamp(min=1.0) * (len(counts) * parallel.dp_size)
     return MaskedMean(shares.reciprocal(), total)
+
+
+def _sent(figures: Any, parallel: ParallelState) -> Tensor:
+    """Returns figures on the device, in float64. No copy waits for the steps before."""
+    pins, device = parallel.device.type == "cuda", parallel.device
+    return torch.tensor(figures, dtype=torch.float64, pin_memory=pins).to(device, non_blocking=True)

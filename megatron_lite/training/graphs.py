@@ -33,7 +33,7 @@ from torch import Tensor
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.parallel.compiled import first_line
-from megatron_lite.parallel.rng import RngSnapshot, RngStreams
+from megatron_lite.parallel.rng import RngSnapshot, RngStreams, default_generator
 from megatron_lite.parallel.torch_internals import tree_leaves, tree_map_only
 
 from .batches import Batches
@@ -55,7 +55,7 @@ class Capture:
     results."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream, pool: Any) -> None:
-        self._generator = torch.cuda.default_generators[device.index or 0]
+        self._generator = default_generator(device)
         self._graph, self._stream, self._pool = torch.cuda.CUDAGraph(), stream, pool
 
     def register(self) -> Any:

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import weakref
 from copy import copy
 from dataclasses import replace
 from datetime import timedelta
@@ -414,11 +415,16 @@ def told(model):
     """Returns what the model and the global generators hold."""
     layers = [(vars(each), *each.buffers(), each.generator.get_state()) for each in model.part0]
     held = [(each.tolist(), each.grad.tolist(), id(each.grad)) for each in model.parameters()]
-    states = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()
+    drawn = [each.get_state().tolist() for each in torch.cuda.default_generators]
+    states = drawn, torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()
     return repr((layers, held, states))
 
 
-def test_the_call_leaves_model_and_generators_as_they_were():
+def test_the_call_leaves_model_and_generators_as_they_were(monkeypatch):
+    cards = torch.Generator(), torch.Generator()  # the model is on neither
+    monkeypatch.setattr(torch.cuda, "default_generators", cards)
+    for name, value in {"is_initialized": 1, "device_count": 2, "random.device_count": 2}.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda value=value: value)
     model = with_layers(Model([]), *(Counting(32, 48) for _ in range(3)))
     model(ids()).backward()
     before = told(model)
@@ -430,6 +436,21 @@ def test_the_call_leaves_model_and_generators_as_they_were():
 
     fit_and_remove(model, step, optimizer=torch.optim.AdamW)
     assert told(model) == before
+
+
+def test_a_failed_run_holds_nothing_while_its_actions_are_tried_one_by_one():
+    model, runs, failed = Model([64] * 9), itertools.count(), []
+
+    def step():
+        assert all(one() is None for one in failed)
+        hidden = ids()
+        if next(runs) == 6:
+            failed.append(weakref.ref(hidden))
+            raise torch.OutOfMemoryError
+        model(hidden).backward()
+
+    measurement(model, step)
+    assert failed
 
 
 @pytest.mark.usefixtures("two_actions")

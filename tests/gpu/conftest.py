@@ -1,7 +1,11 @@
 """`device`: the CPU in every run, and the GPU under the mark `gpu`. `cuda`: the GPU alone."""
 
+import os
+
 import pytest
 import torch
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch reads it at the first matmul
 
 # On a CPU the others only try themselves.
 IN_EVERY_RUN = (

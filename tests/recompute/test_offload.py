@@ -1,11 +1,14 @@
 """Host offload: the same bits back, originals freed in time, copies back early enough, whatever the
 device's haste. Its pool grows in the first step only, and every buffer returns."""
 
+from functools import partial
+from unittest.mock import Mock, call, patch
+
 import pytest
 import torch
 
 from megatron_lite.recompute.layer_runner import run_layers
-from megatron_lite.recompute.offload import CopyStreams, Offload
+from megatron_lite.recompute.offload import CopyStreams, CudaCopyStreams, Offload
 from megatron_lite.recompute.pool import Pool
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.recompute.stores import Stores
@@ -141,6 +144,20 @@ def test_a_buffer_remembers_its_last_use_for_the_next_who_takes_it():
     slot.last_use = "copy 7"
     del slot
     assert pool.take(8).last_use == "copy 7" and pool.take(9).last_use is None
+
+
+def test_each_card_has_streams_of_its_own_and_waits_for_them():
+    """On that of another card torch would copy on the current stream, and no event would tell."""
+    cards = ["cuda:0", "cuda:1"]
+    copies = [Mock(original=Mock(device=one), left=Mock(device=one)) for one in cards * 2]
+    with patch.object(torch, "cuda") as cuda:
+        offload = Offload(CudaCopyStreams(), kind="cuda")
+        for one in copies:
+            offload._copy_streams.copy(one.original, torch.empty(4), after=None, back=True)
+        offload._before.copies = [partial(lambda one: one, one) for one in copies]
+        offload.finish()
+    assert cuda.Stream.call_args_list == [*map(call, cards)]
+    assert cuda.current_stream.call_args_list == [*map(call, cards * 3)]
 
 
 def test_a_graph_that_is_dropped_in_a_forward_takes_its_copies_with_it():

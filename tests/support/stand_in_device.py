@@ -122,7 +122,7 @@ def rank_on_the_device(config, patch, fake, **place):
     if not hasattr(torch, NAME):
         backends._setup_privateuseone_for_python_backend(NAME, _Module())
     patch.setattr(state, "choose_device", lambda *_: torch.device(NAME, 0))
-    patch.setattr(stores, "copy_streams_of", CudaCopyStreams)
+    patch.setattr(stores, "copy_streams_of", lambda _: CudaCopyStreams())
     with simulated_rank(config.parallel, fake, **place) as parallel:
         yield parallel
 

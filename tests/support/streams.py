@@ -54,6 +54,8 @@ class Stream:
 class Event:
     """Stands in for torch.cuda.Event."""
 
+    device = None
+
     def __init__(self, *_, **__):
         self.done = Counter()
         self.is_awaited = False
