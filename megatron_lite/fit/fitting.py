@@ -134,14 +134,14 @@ def _check_step(step: Any, *, takes_batch: bool) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises ValueError if a model is no module, lies on several devices, is lazy or compiled, or
-    rebuilds activations already."""
+    """Raises ValueError if a model is no module, is not on one CPU or GPU whose bytes can be read,
+    is lazy or compiled, or rebuilds activations already."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model is a {type(model).__name__}: give a torch.nn.Module")
     devices = {each.device for each in model.parameters()}
-    if len(devices) != 1 or devices == {torch.device("meta")}:
+    if len(devices) != 1 or not {each.type for each in devices} <= {"cpu", "cuda"}:
         names = ", ".join(map(str, devices)) or "none"
-        raise ValueError(f"the model must lie on one real device (got {names}): move it there")
+        raise ValueError(f"the model must lie on one GPU of CUDA, or a CPU (got {names}): move it")
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or compiled_call_of(module):
             raise ValueError(COMPILED.format(name or "the model"))

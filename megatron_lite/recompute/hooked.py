@@ -90,7 +90,7 @@ class Turns:
 
         RuntimeError: another thread stays inside; it may wait for this one.
         """
-        if threading.get_ident() not in {each.ident for each in threading.enumerate()}:
+        if isinstance(threading.current_thread(), threading._DummyThread):  # not made by Python
             yield
             return
         if not self._lock.acquire(timeout=PATIENCE_S):
@@ -174,7 +174,8 @@ class _LayerCall:
         self._arguments = Arguments(how.name, args, kwargs)
         self._state = LayerState(how.name, how.layer, how.written, self._arguments)
         self._conditions = Conditions(how.rng, self._arguments.kinds)
-        self._surroundings = Surroundings.now(self._conditions.kinds)
+        tensors = self._arguments.tensors.values()
+        self._surroundings = Surroundings.now({each.device for each in tensors})
         # Others hold what a library collects during a forward, such as results of inner modules.
         found = copy_context().items()
         self._variables = [(name, value) for name, value in found if isinstance(value, CONSTANT)]

@@ -41,15 +41,16 @@ FLAGS: tuple[Any, ...] = (
 
 
 @cache
-def _settle_attention(kind: str) -> None:
+def _settle_attention(device: torch.device) -> None:
     """Lets torch choose the order of its attention kernels, which it does at its first call.
 
     On Hopper and later it puts cuDNN first. Settings that were read before the first call would
-    give a replay another kernel than its forward had.
+    give a replay another kernel than its forward had. The current device may be another one, whose
+    memory others have taken.
     """
-    if kind in GPUS and getattr(torch, kind).is_available():
+    if device.type in GPUS and getattr(torch, device.type).is_available():
         with unobserved():
-            heads = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device=kind)
+            heads = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device=device)
             torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
 
 
@@ -66,10 +67,10 @@ class Surroundings(NamedTuple):
     hooks: list[dict[int, Any]]
 
     @classmethod
-    def now(cls, kinds: Iterable[str] = ()) -> Surroundings:
-        """Returns the present settings. kinds: the kinds of devices in use, such as "cuda"."""
-        for kind in kinds:
-            _settle_attention(kind)
+    def now(cls, devices: Iterable[torch.device] = ()) -> Surroundings:
+        """Returns the present settings. devices: those in use."""
+        for device in devices:
+            _settle_attention(device)
         hooks = [*map(dict, hooks_of_all_modules)]
         return cls([read() for read, _ in FLAGS], function_modes(), hooks)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -21,7 +22,7 @@ from torch.nn.functional import cross_entropy
 
 from megatron_lite.api import fit_memory_
 from megatron_lite.config.units import parse_bytes
-from megatron_lite.fit.fitting import fitted
+from megatron_lite.fit.fitting import check_model, fitted
 from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.fit.update import update_bytes
@@ -651,6 +652,12 @@ def test_a_wrong_call_is_refused_with_the_reason(settings, text):
         fit_memory_(model, step=lambda: step(model), **{"budget": "1GiB", **settings})
     assert all(torch.equal(each, before[name]) for name, each in model.named_parameters())
     assert not any("forward" in vars(each) for each in model.modules())
+
+
+@pytest.mark.parametrize("devices", [["mps"], ["cuda:0", "cuda:1"], ["meta"], []])
+def test_a_model_must_lie_where_one_gauge_reads_all_of_it(devices):
+    with FakeTensorMode(), pytest.raises(ValueError, match="one GPU of CUDA, or a CPU"):
+        check_model(nn.ParameterList(torch.empty(2, device=each) for each in devices))
 
 
 def split_(model, mesh):

@@ -1,8 +1,10 @@
 """Layers of other kinds (compiled, scripted, wrapped by accelerate) and ways to differentiate."""
 
+from _thread import start_new_thread
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from functools import partial, update_wrapper
+from threading import Event, current_thread
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lite.recompute.apply import remove_policy_
+from megatron_lite.recompute.hooked import Turns
 from tests.support.odd_layers import EACH_KIND, Block, InOrder, Model, assert_equal, batches, put
 
 
@@ -272,6 +275,19 @@ def test_a_function_that_reads_its_saved_tensors_again_costs_no_replay_each(caps
         model(batches()[0]).backward()
         counts.append(len(capsys.readouterr().out.split()))
     assert counts == [3 + 2 * 3, 3 + 3, 3 + 3]  # the first one finds out
+
+
+def test_a_thread_of_autograd_needs_no_turn_though_it_has_written_to_a_log():
+    turns, is_through = Turns(), Event()
+
+    def work():
+        current_thread()  # as a log does
+        with turns.taken():
+            is_through.set()
+
+    with turns.taken():
+        start_new_thread(work, ())
+        assert is_through.wait(10.0)
 
 
 def test_threads_take_turns():
