@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -344,13 +345,13 @@ class _Shared:
         self.rng, self._without_router = rng, [each for each in plan.segments if each.router]
         self._host_layers = [each.first_layer for each in plan.segments if each.on_host]
         self._memory: tuple[Pool, CopyStreams] | None = None
-        self._offload: Offload | None = None
+        self._offloads: dict[int, Offload] = {}  # by thread: DataParallel has several
         self._notified: set[str] = set()
         self.turns = Turns()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out host memory and streams, which belong to a process; a copy makes its own."""
-        return {**self.__dict__, "_memory": None, "_offload": None}
+        return {**self.__dict__, "_memory": None, "_offloads": {}}
 
     def notify(self, text: str) -> None:
         """Warns with `text`, but only the first time."""
@@ -377,12 +378,13 @@ class _Shared:
         pool, copy_streams = self._memory
         # One Offload serves one forward of the model, in which each layer frees the originals of
         # the layer before. So the first layer with @host starts it and the last one finishes it.
-        if not self._offload or layer == self._host_layers[0]:
-            self._offload = Offload(copy_streams, kind=device.type)
-        with self._offload.segment(pool, stay=stay):
+        thread = get_ident()
+        if thread not in self._offloads or layer == self._host_layers[0]:
+            self._offloads[thread] = Offload(copy_streams, kind=device.type)
+        with self._offloads[thread].segment(pool, stay=stay):
             yield
         if layer == self._host_layers[-1]:
-            self._offload.finish()
+            self._offloads.pop(thread).finish()
 
 
 def layers_of(model: nn.Module, layers_fqn: str) -> list[nn.Module]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from threading import RLock
 from typing import Any
 
 import torch
@@ -81,19 +82,20 @@ class Pool(Memory):
 
     def __init__(self, *, pinned: bool) -> None:
         super().__init__()
-        self._pinned, self._most_in_use = pinned, 0
+        self._pinned, self._most_in_use, self._lock = pinned, 0, RLock()
 
     def take(self, num_bytes: int) -> Slot:
         """Returns a slot with a buffer of exactly `num_bytes`, an idle one if there is any."""
-        self._most_in_use = max(self._most_in_use, self.bytes_in_use + num_bytes)
-        if not self.idle[num_bytes]:
-            excess = self.num_bytes + num_bytes - self._most_in_use
-            for size, pieces in list(self.idle.items()):
-                while excess > 0 and pieces:
-                    pieces.pop()
-                    excess -= size
-                if not pieces:
-                    del self.idle[size]
-            with allocating_on_host():
-                self.add(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned))
-        return Slot(self, num_bytes, num_bytes)
+        with self._lock:
+            self._most_in_use = max(self._most_in_use, self.bytes_in_use + num_bytes)
+            if not self.idle[num_bytes]:
+                excess = self.num_bytes + num_bytes - self._most_in_use
+                for size, pieces in list(self.idle.items()):
+                    while excess > 0 and pieces:
+                        pieces.pop()
+                        excess -= size
+                    if not pieces:
+                        del self.idle[size]
+                with allocating_on_host():
+                    self.add(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned))
+            return Slot(self, num_bytes, num_bytes)

@@ -25,7 +25,13 @@ ELSEWHERE = {
     "_from_config",  # of transformers
     *("_parameters", "_buffers", "_modules"),
 }
-OTHERS = ("torch.ops", "aten", "argparse", "pickle")  # operators of torch, and other packages
+OTHERS = (
+    "torch.ops",
+    "aten",
+    "argparse",
+    "pickle",
+    "threading",
+)  # operators of torch, and other packages
 
 
 def is_private(name):

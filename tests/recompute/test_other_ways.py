@@ -1,5 +1,6 @@
 """Layers of other kinds (compiled, scripted, wrapped by accelerate) and ways to differentiate."""
 
+import sys
 from _thread import start_new_thread
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -290,10 +291,14 @@ def test_a_thread_of_autograd_needs_no_turn_though_it_has_written_to_a_log():
         assert is_through.wait(10.0)
 
 
-def test_threads_take_turns():
+@pytest.mark.parametrize("policy", ["*:full", "*:none@host"])
+def test_threads_take_turns(policy, request):
+    request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
+    sys.setswitchinterval(1e-6)
+
     def losses(model):
         def train(batch):
-            for _ in range(5):
+            for _ in range(50):
                 found = torch.autograd.grad(model(batch), [*model.parameters()])
             return torch.stack([each.norm() for each in found])
 
@@ -303,5 +308,5 @@ def test_threads_take_turns():
     torch.manual_seed(3)
     model = Model(Block).eval()
     expected = losses(model)
-    put(model, "*:full")
+    put(model, policy)
     assert_equal(losses(model), expected)
