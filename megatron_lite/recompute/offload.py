@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from threading import RLock
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from megatron_lite.parallel.torch_internals import next_node_number, write_count
 from .pool import Memory, Slot
 from .saved import MovedStorage, WrittenTo, bytes_of, moving
 
+_READING = RLock()  # autograd has a thread for each device, and a layer may be on several
 Mark = Any  # the end of a copy: an event of the device, or None if the copy is synchronous
 
 
@@ -231,20 +233,21 @@ class _OnHost:
         It also starts the copies of the rest of its segment and of the segment before.
         WrittenTo: the original was written to while it was being copied to the host.
         """
-        self._group.copy_out()  # in a backward inside the forward
-        self.call_back()
-        if self.torn:
-            raise WrittenTo(
-                "a tensor that was saved for backward has been modified by an inplace operation "
-                "while it was being copied to host memory"
-            )
-        self._group.call_back()
-        self._group.before.call_back()
-        assert self._returned is not None
-        if not self._is_awaited:
-            self._copy_streams.wait(self.slot.last_use)
-            self._is_awaited = True
-        return self._returned
+        with _READING:
+            self._group.copy_out()  # in a backward inside the forward
+            self.call_back()
+            if self.torn:
+                raise WrittenTo(
+                    "a tensor that was saved for backward has been modified by an inplace "
+                    "operation while it was being copied to host memory"
+                )
+            self._group.call_back()
+            self._group.before.call_back()
+            assert self._returned is not None
+            if not self._is_awaited:
+                self._copy_streams.wait(self.slot.last_use)
+                self._is_awaited = True
+            return self._returned
 
     def __del__(self) -> None:
         if self.original is not None and self.left is not None:  # after an error in the forward

@@ -1,7 +1,10 @@
 """Host offload: the same bits back, originals freed in time, copies back early enough, whatever the
 device's haste. Its pool grows in the first step only, and every buffer returns."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from threading import Event
 from unittest.mock import Mock, call, patch
 
 import pytest
@@ -158,6 +161,26 @@ def test_each_card_has_streams_of_its_own_and_waits_for_them():
         offload.finish()
     assert cuda.Stream.call_args_list == [*map(call, cards)]
     assert cuda.current_stream.call_args_list == [*map(call, cards * 3)]
+
+
+def test_two_threads_of_a_backward_may_read_one_copy():
+    """As those of two devices. While one launches the copy back, the other must not read it."""
+    launches, streams = Event(), CopyStreams()
+    offload, leaf = Offload(streams, kind="cpu"), torch.ones(4, requires_grad=True)
+    with offload.segment(Pool(pinned=False), stay=()):
+        kept = leaf.exp()
+    (copy,) = (each() for each in offload._before.copies)
+
+    def late(target, source, **_):
+        launches.set()
+        time.sleep(0.2)
+        target.copy_(source)
+
+    streams.copy = late
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(copy.memory)
+        assert launches.wait(9.0)
+        assert torch.equal(copy.memory().view(torch.float32), kept)
 
 
 def test_a_graph_that_is_dropped_in_a_forward_takes_its_copies_with_it():
