@@ -378,13 +378,15 @@ class _Shared:
         pool, copy_streams = self._memory
         # One Offload serves one forward of the model, in which each layer frees the originals of
         # the layer before. So the first layer with @host starts it and the last one finishes it.
-        thread = get_ident()
-        if thread not in self._offloads or layer == self._host_layers[0]:
-            self._offloads[thread] = Offload(copy_streams, kind=device.type)
-        with self._offloads[thread].segment(pool, stay=stay):
+        offload = self._offloads.pop(thread := get_ident(), None)
+        if not offload or layer == self._host_layers[0]:
+            offload = Offload(copy_streams, kind=device.type)
+        with offload.segment(pool, stay=stay):
             yield
         if layer == self._host_layers[-1]:
-            self._offloads.pop(thread).finish()
+            offload.finish()
+        else:
+            self._offloads[thread] = offload
 
 
 def layers_of(model: nn.Module, layers_fqn: str) -> list[nn.Module]:

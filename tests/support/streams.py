@@ -115,7 +115,6 @@ class Streams:
         self.current = MAIN
         self.faults = Counter()
         self.under_way = {}  # started collectives, by the line that started them
-        self.num_uses = Counter()
         self._memory = {}
         MAIN.done.clear()
 
@@ -158,7 +157,6 @@ class Streams:
     def use(self, *, reads, writes, stream):
         """Notes an operation of `stream`."""
         stream.done[stream] += 1
-        self.num_uses[stream] += 1
         now = stream.done[stream]
         writes_of = {id(self._of(tensor)) for tensor in writes}
         for memory in {id(one): one for one in map(self._of, (*reads, *writes))}.values():
