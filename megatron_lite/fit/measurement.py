@@ -26,7 +26,6 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from megatron_lite.parallel.compiled import first_line
 from megatron_lite.parallel.weights import bytes_of
 from megatron_lite.recompute.apply import apply_policy_, remove_policy_
 from megatron_lite.recompute.contents import tensors_of
@@ -492,7 +491,7 @@ class Measurement:
         except (
             RuntimeError
         ) as error:  # the device has too little memory, or the layer cannot follow
-            failure = first_line(error)
+            failure = (str(error).splitlines() or [type(error).__name__])[0]
         if spans is None:  # the error has ended: it would hold what the step had
             if len(tried) == 1:
                 ((number, action),) = tried.items()
