@@ -484,18 +484,18 @@ class Measurement:
 
         tried: the actions of some layers. All others are rebuilt in full.
         """
-        spans, failure = None, ""
+        failure = None
         try:
             actions = {self._layers[number]: action for number, action in tried.items()}
             spans = self._measured(self._full | actions)
         except (
             RuntimeError
         ) as error:  # the device has too little memory, or the layer cannot follow
-            failure = (str(error).splitlines() or [type(error).__name__])[0]
-        if spans is None:  # the error has ended: it would hold what the step had
+            failure = str(error) or "RuntimeError"
+        if failure:  # the error has ended: it would hold what the step had
             if len(tried) == 1:
                 ((number, action),) = tried.items()
-                self.notes.append(f"note: {action} is left out: {failure}")
+                self.notes.append(f"note: {action} is left out: {failure.splitlines()[0]}")
                 return {number: Option(action, IMPOSSIBLE, IMPOSSIBLE)}
             return dict(ChainMap(*(self._compared(dict([one]), full) for one in tried.items())))
         found = {}

@@ -48,8 +48,8 @@ def default_generator(device: torch.device) -> torch.Generator:
     if device.type != "cuda":
         return torch.default_generator
     torch.cuda.init()
-    place = torch.cuda.current_device() if device.index is None else device.index
-    return torch.cuda.default_generators[place]
+    known = torch.cuda.default_generators
+    return known[torch.cuda.current_device() if device.index is None else device.index]
 
 
 class RngStreams:

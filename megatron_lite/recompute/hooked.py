@@ -174,8 +174,9 @@ class _LayerCall:
         self._arguments = Arguments(how.name, args, kwargs)
         self._state = LayerState(how.name, how.layer, how.written, self._arguments)
         self._conditions = Conditions(how.rng, self._arguments.kinds)
-        tensors = self._arguments.tensors.values()
-        self._surroundings = Surroundings.now({each.device for each in tensors})
+        self._surroundings = Surroundings.now(
+            {each.device for each in self._arguments.tensors.values()}
+        )
         # Others hold what a library collects during a forward, such as results of inner modules.
         found = copy_context().items()
         self._variables = [(name, value) for name, value in found if isinstance(value, CONSTANT)]

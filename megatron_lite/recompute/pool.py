@@ -18,6 +18,8 @@ from megatron_lite.parallel.torch_internals import address_of
 
 from .phase import allocating_on_host
 
+_TAKING = RLock()  # several threads may run a model
+
 
 class Slot:
     """Memory in use. It becomes idle again when this object is deleted.
@@ -82,11 +84,11 @@ class Pool(Memory):
 
     def __init__(self, *, pinned: bool) -> None:
         super().__init__()
-        self._pinned, self._most_in_use, self._lock = pinned, 0, RLock()
+        self._pinned, self._most_in_use = pinned, 0
 
     def take(self, num_bytes: int) -> Slot:
         """Returns a slot with a buffer of exactly `num_bytes`, an idle one if there is any."""
-        with self._lock:
+        with _TAKING:
             self._most_in_use = max(self._most_in_use, self.bytes_in_use + num_bytes)
             if not self.idle[num_bytes]:
                 excess = self.num_bytes + num_bytes - self._most_in_use
