@@ -484,13 +484,12 @@ class Measurement:
 
         tried: the actions of some layers. All others are rebuilt in full.
         """
-        failure = None
+        failure = ""
         try:
             actions = {self._layers[number]: action for number, action in tried.items()}
             spans = self._measured(self._full | actions)
-        except (
-            RuntimeError
-        ) as error:  # the device has too little memory, or the layer cannot follow
+        # The device has too little memory, or the layer cannot follow.
+        except RuntimeError as error:
             failure = str(error) or "RuntimeError"
         if failure:  # the error has ended: it would hold what the step had
             if len(tried) == 1:
