@@ -2,18 +2,11 @@
 a number."""
 
 from copy import deepcopy
-from unittest.mock import patch
 
 import pytest
 import torch
 
-from megatron_lite.parallel.rng import (
-    DEFAULT,
-    TENSOR_PARALLEL,
-    RngStreams,
-    default_generator,
-    derive_seed,
-)
+from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams, derive_seed
 
 
 @pytest.fixture(autouse=True)
@@ -52,11 +45,6 @@ def test_a_stream_entered_again_below_another_one_goes_on():
     assert rng.current == DEFAULT
     assert tensor_parallel == uninterrupted(TENSOR_PARALLEL, 9)
     assert default == uninterrupted(DEFAULT, 6)
-
-
-def test_a_gpu_without_a_number_is_the_current_one():
-    with patch.object(torch, "cuda", default_generators="ab", current_device=lambda: 1):
-        assert [*map(default_generator, map(torch.device, ("cuda", "cuda:0")))] == ["b", "a"]
 
 
 def test_layers_draw_from_the_streams_of_a_copy():

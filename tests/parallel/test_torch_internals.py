@@ -25,13 +25,8 @@ ELSEWHERE = {
     "_from_config",  # of transformers
     *("_parameters", "_buffers", "_modules"),
 }
-OTHERS = (
-    "torch.ops",
-    "aten",
-    "argparse",
-    "pickle",
-    "threading",
-)  # operators of torch, and other packages
+# operators of torch, and other packages
+OTHERS = ("torch.ops", "aten", "argparse", "pickle", "threading")
 
 
 def is_private(name):

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -214,16 +213,6 @@ def test_the_means_of_data_parallel_ranks_count_all_of_their_tokens():
     assert first[0].factors.tolist() == [1 / 16, 1 / 24]
     assert second[0].factors.tolist() == [1 / 20, 1 / 4]
     assert torch.equal(second[1].factors, torch.full((2,), 1 / 15, dtype=torch.float64))
-
-
-def test_the_numbers_of_masks_reach_a_gpu_without_a_wait(monkeypatch):
-    """A copy from memory that is not pinned would wait for the step before."""
-    parallel = SimpleNamespace(device=torch.device("cuda", 0), dp_group=None)
-    with mock.patch.object(torch, "tensor") as made:
-        made().to.return_value = torch.ones(2)
-        masked_mean([4, 6], parallel, per_token=True)
-    assert made.call_args.kwargs["pin_memory"]
-    made().to.assert_called_once_with(parallel.device, non_blocking=True)
 
 
 class Texts:
