@@ -159,7 +159,7 @@ def test_the_measured_peak_has_the_buffers_that_outlive_a_step(policy, contiguou
     )
     found = run_to_end(config).peak
     assert found is not None
-    assert found.predicted / found.measured == pytest.approx(1.0, abs=0.02)
+    assert found.predicted / found.measured == pytest.approx(1.0, abs=0.03)
 
 
 @pytest.mark.parametrize(
