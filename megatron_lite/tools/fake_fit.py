@@ -184,7 +184,10 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
     unchecked = patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1")
     # A mask of ones that a model makes itself (BART) is known, and left out as in a real step.
     known = patch("transformers.masking_utils.is_tracing", lambda *_: False, create=True)
-    with _ranks(given.gpus) as mesh, SimulatedValues() as values, unchecked, known:
+    # Torch's own copy reads memory, which there is not, and its exchange refuses weak references.
+    copies = patch.object(FakeTensor, "__deepcopy__", _copied, create=True)
+    casts = patch("torch.utils.swap_tensors", lambda one, other: setattr(one, "data", other.data))
+    with _ranks(given.gpus) as mesh, SimulatedValues() as values, unchecked, known, copies, casts:
         model = _model(config, dtype)
         if rank := given.trainable.partition(":")[2]:
             add_adapters_(model, int(rank))
@@ -302,7 +305,7 @@ def _model(config: Any, dtype: torch.dtype) -> Any:
                 setattr(part, drop, 0.0)
         family = getattr(transformers, name, None)
         if isinstance(family, type) and issubclass(family, transformers.PreTrainedModel):
-            with no_init_weights(), patch.object(FakeTensor, "__deepcopy__", _copied, create=True):
+            with no_init_weights():
                 model = family._from_config(parsed, dtype=dtype)
             model.tie_weights()  # a part of the initialization
             return model.train()
@@ -315,7 +318,7 @@ def _model(config: Any, dtype: torch.dtype) -> Any:
 
 
 def _copied(tensor: Any, memo: dict[int, Any]) -> Any:
-    """Returns a copy of a fake tensor. Torch's own copy reads memory, which there is not."""
+    """Returns a copy of a fake tensor."""
     if id(tensor) not in memo:
         kind = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor.requires_grad_
         memo[id(tensor)] = kind(tensor.detach().clone(), tensor.requires_grad)

@@ -2,7 +2,7 @@
 
 import json
 from copy import deepcopy
-from functools import partial
+from functools import partial, wraps
 from itertools import product
 
 import pytest
@@ -256,10 +256,12 @@ def test_images_and_spectra_are_made_as_the_configuration_says(config, names):
 
 
 @pytest.mark.usefixtures("two_actions")
-def test_a_model_may_copy_its_parts(monkeypatch):
+def test_a_model_may_copy_tensors_and_cast_its_parts(monkeypatch):
     kind = transformers.LlamaForCausalLM
-    build = kind._from_config
-    monkeypatch.setattr(kind, "_from_config", lambda *args, **more: deepcopy(build(*args, **more)))
+    build, run = kind._from_config, kind.forward
+    monkeypatch.setattr(kind, "_from_config", lambda *args, **_: deepcopy(build(*args)).half())
+    copying = wraps(run)(lambda model, **inputs: run(model, **deepcopy(inputs)))
+    monkeypatch.setattr(kind, "forward", copying)
     fit_of(LLAMA, seq_length=32)
 
 
