@@ -31,7 +31,7 @@ IGNORED = (
 BUDGETS = {
     "tokens of the library": 293_571,
     "files of the library": 260,
-    "tokens of tests": 270_980,
+    "tokens of tests": 270_760,
     "tokens of benchmarks": 20_000,
     "own files in one plain step": 32,
     "own functions in one plain step": 125,

@@ -6,9 +6,8 @@
 
 The folder gets one file for each case. A file of `explain` holds the report of --explain-recompute:
 bytes, FLOPs, collectives and parameters. A file of `train` holds the losses, norms and bytes of the
-metrics file without its times, and the SHA-256 of each tensor file of the checkpoint. A file of
-`wide` holds the same of shapes with long sequences and wide products. Losses depend on the
-machine's kernels, so the files are not kept in the repository.
+metrics file without its times, and the SHA-256 of each tensor file of the checkpoint. Losses depend
+on the machine's kernels, so the files are not kept in the repository.
 
 --root names the checkout that runs; without it, it is the one that this script lies in. So a new
 version of the script can drive an old checkout.
@@ -70,22 +69,6 @@ SPLIT = (
     "--distribute-saved-activations"
 )
 PRECISIONS = {"float32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 65536"}
-# Shapes that reach what a kernel does with more than one block: long sequences, wide products.
-WIDE = (
-    "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --max-position-embeddings 512 "
-    "--micro-batch-size 2 --vocab-size 3001 --make-vocab-size-divisible-by 64"
-)
-WIDE_TRAIN = (
-    "--global-batch-size 4 --train-iters 6 --lr 1e-3 --mock-data --log-interval 1 "
-    "--eval-interval 6 --eval-iters 1 --save-interval 6 --seed 7"
-)
-# What a wide run has beside its layout, precision and policy, by turns.
-BESIDE = (
-    "--seq-length 512",
-    "--seq-length 256 --optimizer muon",
-    "--seq-length 512 --loss-chunk-size 300",
-    "--seq-length 256 --no-gradient-accumulation-fusion",
-)
 # Each layout: the number of ranks and its flags.
 LAYOUTS = {
     "tp1": (1, ""),
@@ -160,21 +143,6 @@ def train_cases():
     )
 
 
-def wide_cases():
-    """Yields the name, the number of ranks and the flags of the runs with wide shapes.
-
-    Each model has each layout, and by turns a precision, a policy and further flags.
-    """
-    cases = itertools.product(("no-dropout", "llama", "qwen"), LAYOUTS.items())
-    # 16 bits take minutes on a CPU without their instructions
-    precisions = itertools.cycle([*["float32"] * 10, "bf16", "fp16"])
-    turns = zip(precisions, itertools.cycle(POLICIES), itertools.cycle(BESIDE), strict=False)
-    for case, (precision, policy, beside) in zip(cases, turns, strict=False):
-        model, (layout, (ranks, parallel)) = case
-        flags = f"{MODELS[model]} {PRECISIONS[precision]} {POLICIES[policy]} {parallel} {beside}"
-        yield f"{model}_{precision}_{policy}_{layout}", ranks, f"{WIDE} {flags} {WIDE_TRAIN}"
-
-
 def explained(root, ranks, flags):
     """Returns the report of --explain-recompute, or the refusal."""
     return _run(root, 1, f"{flags} --explain-recompute", cwd=root)
@@ -220,7 +188,7 @@ def _run(root, ranks, flags, *, cwd):
     return done.stdout if done.returncode == 0 else f"exit {done.returncode}\n{done.stderr}"
 
 
-KINDS = {"explain": explain_cases, "train": train_cases, "wide": wide_cases}
+KINDS = {"explain": explain_cases, "train": train_cases}
 
 if __name__ == "__main__":
     sys.exit(main())

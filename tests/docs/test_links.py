@@ -1,10 +1,9 @@
-"""Every link of the pages leads somewhere: files, headings in them, and pictures. And what some
-pages list is what there is: folders, families of models, and tests of faults."""
+"""Every link of the pages leads somewhere: files, headings in them, and pictures. And the tests of
+faults that a page lists are those that there are."""
 
 import re
 from functools import lru_cache
 
-from megatron_lite.config.hf_config import FAMILIES
 from tests.docs.marks import PAGES, ROOT, text_of
 from tests.support.pairs import in_one_test
 
@@ -47,19 +46,6 @@ def test_every_link_leads_somewhere(page):
 def test_the_index_has_every_page_and_every_page_is_reached():
     index = set(links(ROOT / "docs" / "README.md"))
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} <= index
-
-
-def test_the_tree_of_architecture_names_every_folder_and_files_that_exist():
-    page, package = text_of("architecture"), ROOT / "megatron_lite"
-    folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
-    assert folders <= set(page.split())
-    paths = re.findall(r"`((?:megatron_lite/|tests/)?[\w/]+\.py)`", page)
-    assert len(paths) > 15 and [path for path in paths if not (ROOT / path).is_file()] == []
-
-
-def test_the_table_of_convert_has_every_family_in_order():
-    families = text_of("convert").partition("## Hugging Face")[2].partition("## Megatron-LM")[0]
-    assert re.findall(r"^\| `(\w+)` \|", families, re.MULTILINE) == list(FAMILIES)
 
 
 def test_reliability_names_tests_that_exist_and_every_file_of_faults():
