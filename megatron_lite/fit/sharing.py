@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.parallel.torch_internals import address_of, hooks_in_force
+from megatron_lite.parallel.torch_internals import address_of, disable_dynamo, hooks_in_force
 from megatron_lite.recompute.apply import saved_forms
 from megatron_lite.recompute.contents import shape_of, tensors_of
 from megatron_lite.recompute.saved import Handle, exchanging, saved_value
@@ -139,6 +139,7 @@ class Sharing:
         if not self._calls:
             self._outside.setdefault(self._number_of(tensor), len(self.forms))
 
+    @disable_dynamo  # that of torch 2.8 confuses a weak reference and its object
     def _number_of(self, tensor: Tensor) -> int:
         try:
             storage = tensor.untyped_storage()

@@ -76,7 +76,7 @@ class _Calls(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Kwargs | None = None
     ) -> Any:
         call = partial(func, *args, **(kwargs or {}))
-        return self._run(call) if func in TOP_K and not torch.compiler.is_compiling() else call()
+        return call() if torch.compiler.is_compiling() or func not in TOP_K else self._run(call)
 
 
 class _Operator(TorchDispatchMode):

@@ -32,6 +32,7 @@ from tests.support.foreign_families import FAMILIES, newer
 from tests.support.foreign_layers import LAYERS
 from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
+from tests.support.torch_features import HAS_GRAD_DTYPE
 
 # A layer keeps some 5 KB of generator states, which weigh in models as small as these.
 STATES_OF_GENERATORS = 8192
@@ -734,6 +735,8 @@ def fail_on_rank(rank, world_size, kind, call):
     ],
 )
 def test_ranks_agree_on_an_error_of_one(kind, call, text, capfd):
+    if kind is MemoryError and not HAS_GRAD_DTYPE:
+        pytest.skip("gloo of this torch takes no other timeout later")
     first, second = run_ranks(fail_on_rank, 2, kind, call)
     first += capfd.readouterr().err
     assert text.format("rank 1: ") in first

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_lite.recompute.apply import remove_policy_
 from megatron_lite.recompute.hooked import Turns
 from tests.support.odd_layers import EACH_KIND, Block, InOrder, Model, assert_equal, batches, put
+from tests.support.torch_features import HAS_GRAD_DTYPE
 
 
 class Normed(nn.Module):
@@ -77,6 +78,8 @@ class Branches(Normed):
 @pytest.mark.runs
 @pytest.mark.parametrize("policy", EACH_KIND)
 def test_layers_that_are_compiled_modules_train_as_without_a_policy(policy):
+    if "ops" in policy and not HAS_GRAD_DTYPE:
+        pytest.skip("torch.cond of this torch refuses modes")
     for kind in (Branches, lambda: torch.compile(Normed(), backend="aot_eager")):
         assert_right(InOrder(kind), policy, batches()[0].requires_grad_())
 
