@@ -41,9 +41,9 @@ setup(
         "megatron_lite.pages": ["*.html"],
     },
     install_requires=[
-        # The releases that the tests have run with are 2.8, 2.13 and 2.14: tests/torch_versions.sh
+        # The releases that the tests have run with are 2.8, 2.13 and 2.15: tests/torch_versions.sh
         # runs them with the oldest and the newest one, docs/installation.md has the results.
-        "torch>=2.8,<2.15",
+        "torch>=2.8,<2.16",
         "numpy",
         "safetensors",
         "tokenizers",

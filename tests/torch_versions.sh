@@ -13,7 +13,7 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 OLDEST=2.8.0
-NEWEST=2.14.1
+NEWEST=2.15.0
 
 write= folder= versions=()
 while (($#)); do

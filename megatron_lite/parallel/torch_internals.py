@@ -27,7 +27,7 @@ from megatron_lite.config.checks import InputError
 
 # The releases that tests/torch_versions.sh has tried, as in setup.py.
 OLDEST = "2.8"
-FIRST_UNTRIED = "2.15"
+FIRST_UNTRIED = "2.16"
 MISSING: list[str] = []  # the names that this torch lacks
 
 
