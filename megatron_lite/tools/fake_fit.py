@@ -186,7 +186,7 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
     known = patch("transformers.masking_utils.is_tracing", lambda *_: False, create=True)
     # Torch's own copy reads memory, which there is not, and its exchange refuses weak references.
     copies = patch.object(FakeTensor, "__deepcopy__", _copied, create=True)
-    casts = patch("torch.utils.swap_tensors", lambda one, other: setattr(one, "data", other.data))
+    casts = patch("torch.utils.swap_tensors", _become)
     with _ranks(given.gpus) as mesh, SimulatedValues() as values, unchecked, known, copies, casts:
         model = _model(config, dtype)
         if rank := given.trainable.partition(":")[2]:
@@ -212,7 +212,7 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
             kinds = forward.sharing.kinds()
             around = StandIns({**kinds})
             if given.fsdp:
-                shard_(model, layers, mesh)
+                shard_(model.to(dtype), layers, mesh)  # FSDP2 refuses units of two types
                 # In its first step FSDP2 learns the order of its units.
                 first = Step(model, layers, step)
                 around(first, gauge, {})
@@ -304,9 +304,16 @@ def _model(config: Any, dtype: torch.dtype) -> Any:
             for drop in [one for one in getattr(part, "__dict__", ()) if one.endswith("layerdrop")]:
                 setattr(part, drop, 0.0)
         family = getattr(transformers, name, None)
+        # Some configurations are of a model with another name (EXAONE 3 is a Llama).
+        kind = getattr(transformers, f"AutoModel{name[name.find('For') :]}", None)
+        build = None
         if isinstance(family, type) and issubclass(family, transformers.PreTrainedModel):
+            build = family._from_config
+        elif not family and kind:
+            build = kind.from_config
+        if build:
             with no_init_weights():
-                model = family._from_config(parsed, dtype=dtype)
+                model = build(parsed, dtype=dtype)
             model.tie_weights()  # a part of the initialization
             return model.train()
     except Exception as error:  # the library checks few values before it computes with them
@@ -315,6 +322,11 @@ def _model(config: Any, dtype: torch.dtype) -> Any:
         f"architectures: {quoted(name)} is no model of transformers: name one, such as "
         "LlamaForCausalLM"
     )
+
+
+def _become(tensor: Any, other: Any) -> None:
+    """Gives a fake tensor the type of another one, and its value if that is known."""
+    tensor.data, tensor.constant = other.data, other.constant
 
 
 def _copied(tensor: Any, memo: dict[int, Any]) -> Any:

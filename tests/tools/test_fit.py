@@ -256,13 +256,20 @@ def test_images_and_spectra_are_made_as_the_configuration_says(config, names):
 
 
 @pytest.mark.usefixtures("two_actions")
-def test_a_model_may_copy_tensors_and_cast_its_parts(monkeypatch):
+def test_a_model_may_have_another_name_copy_tensors_and_cast_its_parts(monkeypatch):
     kind = transformers.LlamaForCausalLM
     build, run = kind._from_config, kind.forward
-    monkeypatch.setattr(kind, "_from_config", lambda *args, **_: deepcopy(build(*args)).half())
+
+    def made(*args, **_):
+        model = deepcopy(build(*args))
+        model.model.layers[0].mlp.half()
+        return model
+
+    monkeypatch.setattr(kind, "_from_config", made)
     copying = wraps(run)(lambda model, **inputs: run(model, **deepcopy(inputs)))
     monkeypatch.setattr(kind, "forward", copying)
-    fit_of(LLAMA, seq_length=32)
+    config = dict(LLAMA, architectures=["ExaoneForCausalLM"])
+    fit_of(config, seq_length=32, gpus=2, fsdp=True)
 
 
 @pytest.mark.usefixtures("two_actions")
