@@ -148,12 +148,11 @@ def choose_policy(config: RunConfig, hardware: Hardware, budget_bytes: int, num_
     return str(found.config.recompute.policy)
 
 
-def fitted(run: Plan, budget_bytes: int, *, or_smallest: bool = True, climbs: bool = True) -> Plan:
+def fitted(run: Plan, budget_bytes: int, *, or_smallest: bool = True) -> Plan:
     """Returns the run with the fastest policy that fits the budget.
 
     If none does, it is that with the smallest peak that was found. or_smallest: False saves the
-    time to look for that one: any other policy takes its place. climbs: False saves the time in
-    which single layers get faster choices.
+    time to look for that one: any other policy takes its place.
     """
     whole = run.with_policy(None)
     if whole.peak.fits(budget_bytes):
@@ -179,8 +178,7 @@ def fitted(run: Plan, budget_bytes: int, *, or_smallest: bool = True, climbs: bo
         plans.append(found := search.plan(chosen))
         best = found if found.peak.fits(budget_bytes) else None
     if best:
-        if climbs:
-            plans.append(best := search.climbed(best, chosen, budget_bytes))
+        plans.append(best := search.climbed(best, chosen, budget_bytes))
         if not _may_be_slower_than_units(best):
             return best
     units = search.units()

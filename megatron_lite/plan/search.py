@@ -10,8 +10,7 @@ of all that were tried, by the time model.
     2  no recomputation, and the shortest way through the pipeline
     3  the fewest replays if only states and activations took memory. If they fit, the layout joins
        at station 2 with loss chunks, and with further units of FSDP2
-    4  the fastest policy by the full prediction of the peak, and the simulated pipeline: a plan.
-       Its single layers get faster choices when it arrives.
+    4  the fastest policy by the full prediction of the peak, and the simulated pipeline: a plan
 
 The rows behind the first plan are the fastest of MORE_FITTED further layouts that are planned.
 
@@ -86,11 +85,11 @@ class Search:
         """Returns the step time. facts: see `step_time`."""
         return step_time(config, self.machine, self.problem.num_ranks, **facts)
 
-    def fit(self, config: RunConfig, budget_bytes: int, **savings: bool) -> Plan:
+    def fit(self, config: RunConfig, budget_bytes: int, *, or_smallest: bool = True) -> Plan:
         """Returns the layout with its fastest policy that fits, or with the user's policy if it is
-        fixed. If none fits, it has the smallest peak. savings: see `fitted`."""
+        fixed. If none fits, it has the smallest peak. or_smallest: see `fitted`."""
         plan = self.plan(config)
-        return plan if self.fixed_policy else fitted(plan, budget_bytes, **savings)
+        return plan if self.fixed_policy else fitted(plan, budget_bytes, or_smallest=or_smallest)
 
     def find(self, budget_bytes: int) -> SearchResult:
         """Returns the fastest plans."""
@@ -158,7 +157,7 @@ class Search:
             if shape in plans:
                 continue
             if plan is not None:  # no bound that is left is lower than its time
-                plans[shape] = self.fit(config, budget_bytes)
+                plans[shape] = plan
             elif number_fitted > MORE_FITTED:
                 continue
             elif station == 0:
@@ -181,7 +180,7 @@ class Search:
                     push_new(savers(config), 2)
             else:
                 number_fitted += bool(plans)
-                plan = self.fit(config, budget_bytes, or_smallest=False, climbs=False)
+                plan = self.fit(config, budget_bytes, or_smallest=False)
                 if not plan.peak.fits(budget_bytes):
                     too_large.append(config)
                 else:

@@ -150,7 +150,7 @@ def _neighbour(
 ) -> Neighbour | None:
     """Returns a changed run with its best policy, or None if training would refuse it."""
     try:
-        found = search.fit(base.with_fields(fields), budget_bytes, climbs=False)
+        found = search.fit(base.with_fields(fields), budget_bytes)
         return Neighbour(words, found, found.peak.fits(budget_bytes))
     except ValueError:
         return None

@@ -63,6 +63,7 @@ def with_every_cut(problem, config):
         (SPREAD, 4, {MICRO_BATCH: 1, PIPELINE: 1}, 1),
         (SMALL.base, 4, {MICRO_BATCH: 4}, 3),
         (NARROW, 4, {}, 60),
+        (small_run(batch=8), 4, {PIPELINE: 1, MICRO_BATCH: 1}, 0.4662),  # one layer decides
     ],
 )
 def test_nothing_that_is_searched_is_faster_than_the_first_plan(run, num_ranks, fixed, limit):
