@@ -20,9 +20,9 @@ from tests.docs.marks import GENERATED, INLINE, PAGES, blocks, name_of, with_tex
 def made(block):
     """Returns the text that a generated block should have."""
     if block.kind == "output of":
-        return outputs.kept(outputs.output(block.value), block.settings)
+        return outputs.kept(outputs.output(block.value), block.ranges)
     if block.kind == "record":
-        return outputs.kept(outputs.record(block.value), block.settings)
+        return outputs.kept(outputs.record(block.value), block.ranges)
     return figures.TEXTS[block.value]().rstrip("\n")
 
 

@@ -36,8 +36,7 @@ GENERATED = KINDS[:3]
 COMMANDS = ("bash", "python")
 INLINE = re.compile(r"<!--=([\w.-]+)-->(.*?)<!--/-->", re.DOTALL)
 # Parts that a benchmark writes.
-THEIR_BEGIN = re.compile(r"<!-- (begin|tables of|figures: begin)\b")
-THEIR_END = re.compile(r"<!-- (end|figures: end)\b")
+THEIR_BEGIN, THEIR_END = "<!-- tables of", "<!-- end"
 _MARK = re.compile(rf"<!-- ({'|'.join(KINDS)})(?:: (.*?))? -->\s*", re.DOTALL)
 
 
@@ -45,7 +44,7 @@ _MARK = re.compile(rf"<!-- ({'|'.join(KINDS)})(?:: (.*?))? -->\s*", re.DOTALL)
 class Block:
     """A fenced block or a marked table.
 
-    kind: of the mark; "" without a mark. value: the first line of the mark. settings: its other
+    kind: of the mark; "" without a mark. value: the first line of the mark. ranges: its other
     lines. language: of the fence; "table" for a table. start, stop: the numbers of the first line
     of the text and of the line after it.
     """
@@ -53,7 +52,7 @@ class Block:
     page: Path
     kind: str = ""
     value: str = ""
-    settings: tuple[tuple[str, str], ...] = ()
+    ranges: tuple[str, ...] = ()
     language: str
     start: int
     stop: int
@@ -88,9 +87,9 @@ def blocks(page, text=None):
     number = 0
     while number < len(lines):
         line = lines[number].strip()
-        if THEIR_BEGIN.match(line):
+        if line.startswith(THEIR_BEGIN):
             theirs = True
-        elif THEIR_END.match(line):
+        elif line.startswith(THEIR_END):
             theirs = False
         fence = re.match(r"( *)(`{3,})(\w*)$", lines[number])
         if line.startswith("<!-- ") and not theirs:
@@ -100,8 +99,8 @@ def blocks(page, text=None):
             found = _MARK.fullmatch("\n".join(lines[number : stop + 1]).strip() + " ")
             if found is not None:
                 first, *others = (found[2] or "").splitlines() or [""]
-                pairs = [other.strip().partition(": ") for other in others]
-                pending = found[1], first.strip(), tuple((key, rest) for key, _, rest in pairs)
+                ranges = tuple(other.strip().removeprefix("keep: ") for other in others)
+                pending = found[1], first.strip(), ranges
             number = stop
         elif fence is not None:
             stop = number + 1
@@ -121,13 +120,13 @@ def blocks(page, text=None):
 
 
 def _block(page, mark, language, start, stop, lines):
-    kind, value, settings = mark or ("", "", ())
+    kind, value, ranges = mark or ("", "", ())
     indent = len(lines[start - 1]) - len(lines[start - 1].lstrip()) if language != "table" else 0
     return Block(
         page=page,
         kind=kind,
         value=value,
-        settings=settings,
+        ranges=ranges,
         language=language,
         start=start,
         stop=stop,

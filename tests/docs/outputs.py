@@ -125,30 +125,22 @@ def write_record(name):
     (RECORDS / f"{name}.txt").write_text(text, encoding="utf-8")
 
 
-def kept(text, settings):
-    """Returns the lines that a page shows.
+def kept(text, ranges):
+    """Returns the lines that a page shows, cut to 104 characters.
 
-    settings: of a mark. ("keep", "A .. B"): from the first line that contains A, after those kept
-    before, to the next one that contains B. "A" alone: one line. "A ++ 3": three more. "cut": the
-    greatest length of a line.
+    ranges: "A .. B" goes from the first line that contains A, after those kept before, to the next
+    one that contains B. "A" alone: one line. "A ++ 3": three more.
     """
     lines = text.splitlines()
     shown = []
     last = 0
-    for key, value in settings:
-        if key == "keep":
-            start, stop = _range(lines, last, value)
-            shown += ["..."] * (start > last > 0) + lines[start:stop]
-            last = stop
-        elif key != "cut":
-            raise ValueError(f"a mark has no setting {key!r}")
+    for each in ranges:
+        start, stop = _range(lines, last, each)
+        shown += ["..."] * (start > last > 0) + lines[start:stop]
+        last = stop
     if last:
         lines = shown + ["..."] * (last < len(lines))
-    for key, value in settings:
-        if key == "cut":
-            length = int(value)
-            lines = [line if len(line) <= length else line[: length - 4] + " ..." for line in lines]
-    return "\n".join(lines)
+    return "\n".join(line if len(line) <= 104 else line[:100] + " ..." for line in lines)
 
 
 def _range(lines, place, value):
