@@ -63,17 +63,25 @@ INT64 = range(-(2**63), 2**63)
 def parse_json(text: str | bytes, *, strict: bool = True) -> Any:
     """Returns the value of a JSON text.
 
-    strict: whether the three faults inside the JSON count; not for documents and logs, which may
-        hold any number.
+    strict: whether the three faults inside the JSON count; not for documents, logs and the files of
+        other libraries, which may hold any number where we do not read. A whole number beyond 64
+        bits is a float then.
 
     Raises ValueError if the text is not JSON, or is nested too deeply for Python's
     parser. Three faults inside the JSON raise ValueError too: a whole number beyond 64 bits, NaN or
     an infinity, and an object with the same name twice, since json would drop one of the values.
     """
     try:
-        return json.loads(text, **STRICT if strict else {})
+        return json.loads(text, **STRICT if strict else {"parse_int": _any_number})
     except RecursionError:
         raise ValueError("brackets nested too deeply: a run is an object of objects") from None
+
+
+def _any_number(text: str) -> float:
+    try:
+        return parse_whole_number(text)
+    except ValueError:
+        return float(text)
 
 
 def _refuse_constant(name: str) -> float:

@@ -92,7 +92,7 @@ def read_hf_file(path: Path) -> KnownModel:
         )
     try:
         with input_faults(f"{file}: "):
-            return from_hf(read_json(file))
+            return from_hf(read_json(file, strict=False))
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror})") from error
 

@@ -127,9 +127,9 @@ def stored_tokenizer(source: WeightSource) -> tuple[dict[str, bytes], int | None
     if config.tokenizer_type != "NullTokenizer":
         with suppress(MissingPackage):
             tokenizer = build_tokenizer(config)
-            if tokenizer.vocab_size > vocab_size:
+            if tokenizer.fewest_ids > vocab_size:
                 raise InputError(
-                    f"{folder}: the tokenizer has {tokenizer.vocab_size} ids and the model "
+                    f"{folder}: the tokenizer has {tokenizer.fewest_ids} ids and the model "
                     f"{vocab_size}: they belong to different models"
                 )
             with suppress(InputError):

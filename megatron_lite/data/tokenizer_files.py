@@ -77,7 +77,7 @@ def contents_of(files: Mapping[str, Path], vocab_size: int | None = None) -> dic
             if name == "merges.txt":
                 merges_of(text)
             if name.endswith(".json"):
-                values = parse_json(text)
+                values = parse_json(text, strict=False)
                 if name == "tiktoken.json":
                     checks.as_list(values, "the text")
                 elif checks.as_object(values, "the text") is values and name in WITH_IDS:
@@ -119,7 +119,7 @@ def _paths(kind: str | None, folder: Path) -> dict[str, Any]:
 
 def _check_ids(values: Mapping[str, Any], name: str, vocab_size: int | None) -> None:
     """Raises ValueError unless each word of a vocab.json or a tokenizer.json has an id of its own,
-    which a model of V ids has."""
+    which a model of V ids has. Added tokens may lie beyond: see `Tokenizer.fewest_ids`."""
     vocabulary = values
     added = []
     if name == "tokenizer.json":
@@ -130,13 +130,14 @@ def _check_ids(values: Mapping[str, Any], name: str, vocab_size: int | None) -> 
         words = {str(pair[:1]): number for number, pair in enumerate(pairs)}
     else:
         words = dict(checks.as_object(vocabulary, "vocab"))
-    for token in added:
-        token = checks.as_object(token, "an added token")
-        word = checks.field(token, "content")
-        words[str([word] if isinstance(vocabulary, list) else word)] = checks.field(token, "id")
     most = LARGEST_ID if vocab_size is None else vocab_size - 1
     for word, number in words.items():
         checks.as_whole(number, f"the id of {checks.quoted(word)}", 0, most)
+    for token in added:
+        token = checks.as_object(token, "an added token")
+        word, number = checks.field(token, "content"), checks.field(token, "id")
+        checks.as_whole(number, f"the id of {checks.quoted(word)}", 0, LARGEST_ID)
+        words[str([word] if isinstance(vocabulary, list) else word)] = number
     # Sorted, since a file can choose ids whose hashes collide.
     for first, second in itertools.pairwise(sorted(words.values())):
         if first == second:

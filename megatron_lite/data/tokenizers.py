@@ -65,6 +65,15 @@ class Tokenizer(NamedTuple):
             raise InputError(self.end)
         return self.end
 
+    @property
+    def fewest_ids(self) -> int:
+        """The least V of its models. Tokens that were added may lie beyond, such as the image's of
+        Gemma 3 1B or a <pad>: no embedding has them."""
+        if self.backend is None:
+            return self.vocab_size
+        own = self.backend.get_vocab(with_added_tokens=False).values()
+        return 1 + max(*own, self.end if isinstance(self.end, int) else 0)
+
     def tokenize(self, text: str) -> list[int]:
         """Returns the ids of a text. Raises ValueError for text that UTF-8 cannot encode, or that
         the NullTokenizer does not take."""
@@ -85,16 +94,17 @@ def resolve_vocabulary(config: TokenizerConfig) -> TokenizerConfig:
     """Returns the config with its `vocab_size` filled in.
 
     Raises InputError if the given size, or --padded-vocab-size, cannot hold every id of the
-    tokenizer.
+    tokenizer but added ones.
     """
-    size = build_tokenizer(config).vocab_size
-    if config.vocab_size is not None and config.vocab_size < size:
+    tokenizer = build_tokenizer(config)
+    least = tokenizer.fewest_ids
+    if config.vocab_size is not None and config.vocab_size < least:
         raise InputError(
-            f"--vocab-size {config.vocab_size} is smaller than the {size} ids of --tokenizer-type "
-            f"{config.tokenizer_type}: leave --vocab-size out, or give at least {size}"
+            f"--vocab-size {config.vocab_size} is smaller than the {least} ids of --tokenizer-type "
+            f"{config.tokenizer_type}: leave --vocab-size out, or give at least {least}"
         )
     with input_faults():
-        return replace(config, vocab_size=config.vocab_size or size)
+        return replace(config, vocab_size=config.vocab_size or tokenizer.vocab_size)
 
 
 def check_encodes(text: str) -> None:
@@ -296,7 +306,7 @@ def _imported(name: str) -> Any:
 
 def _eos_token(path: Path) -> str | None:
     content = contents_of({path.name: path})[path.name]
-    token = checks.parse_object(content).get("eos_token")
+    token = parse_json(content, strict=False).get("eos_token")
     name = token.get("content") if isinstance(token, dict) else token
     if name is not None and not isinstance(name, str):
         raise InputError(f"{path}: eos_token must be a text (got {checks.quoted(name)})")

@@ -73,9 +73,9 @@ def run(args: argparse.Namespace) -> None:
     config = config_for_ranks(saved.config, num_ranks, backend)
     tokenizer = build_tokenizer(read_from(config.tokenizer, saved.path))
     model_size = config.tokenizer.true_vocab_size
-    if tokenizer.vocab_size > model_size:
+    if tokenizer.fewest_ids > model_size:
         raise InputError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, the model {model_size}: it is not the "
+            f"the tokenizer has {tokenizer.fewest_ids} ids, the model {model_size}: it is not the "
             "one that the model was trained with"
         )
     try:
@@ -92,6 +92,11 @@ def run(args: argparse.Namespace) -> None:
         window = config.data.seq_length
         with input_faults():
             tokens = tokenizer.tokenize(args.prompt)
+        if max(tokens, default=0) >= model_size:
+            raise InputError(
+                f"--prompt has the token {max(tokens)}, and the model {model_size} ids: leave out "
+                f"{tokenizer.detokenize([max(tokens)])!r}"
+            )
         if not tokens and eod is not None:  # an empty prompt is the start of a document
             tokens = [eod]
         if not tokens:

@@ -6,8 +6,17 @@ import json
 import pytest
 import torch
 
+from megatron_lite.tools import generate
 from tests.convert.megatron.test_pickles import archive
-from tests.support.conversions import converted, refusal, save_tokenizer, saved_peer, there_and_back
+from tests.support.commands import fault_of
+from tests.support.conversions import (
+    WORDS,
+    converted,
+    refusal,
+    save_tokenizer,
+    saved_peer,
+    there_and_back,
+)
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
@@ -44,6 +53,15 @@ def test_the_ids_of_special_tokens_survive_the_way_there_and_back(tmp_path):
         content = (tmp_path / folder / "generation_config.json").read_text()
         assert json.loads(content) == {"eos_token_id": [0, 2], "top_k": 7}
     assert not (tmp_path / "again/token_ids.json").exists()
+
+
+def test_a_token_may_be_added_beyond_the_ids_of_the_model(tmp_path):
+    """As the image's in the tokenizer of Gemma 3 1B."""
+    saved_peer("llama", tmp_path / "theirs")
+    save_tokenizer(tmp_path / "theirs", [*WORDS, *map(str, range(5, 61))], ["<beyond>"])
+    there_and_back(tmp_path)
+    error = fault_of(generate.main, ["--load", str(tmp_path / "ours"), "--prompt", "to<beyond>"])
+    assert "--prompt has the token 61, and the model 61 ids: leave out '<beyond>'" in error
 
 
 def saved_by_megatron(folder, model, **args):

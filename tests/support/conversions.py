@@ -9,7 +9,11 @@ from megatron_lite.tools.convert import main
 from tests.support.commands import ended
 from tests.support.hf import PEERS
 
-TOKENIZER_CONFIG = '{"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}'
+# transformers writes this length where there is none
+TOKENIZER_CONFIG = (
+    '{"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast", '
+    '"model_max_length": 1000000000000000019884624838656}'
+)
 WORDS = ("<|endoftext|>", "to", "be", "or", "not")
 
 
@@ -20,13 +24,14 @@ def saved_peer(name, folder):
     return model
 
 
-def save_tokenizer(folder):
+def save_tokenizer(folder, words=WORDS, added=()):
     """Saves a tokenizer of a few words, as save_pretrained does."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    vocabulary = {word: number for number, word in enumerate(WORDS)}
+    vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="not"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens([*added])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(TOKENIZER_CONFIG)
 

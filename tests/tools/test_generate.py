@@ -128,7 +128,7 @@ def test_logits_that_are_not_finite_are_an_error():
 class ByteTokenizer:
     """One id per byte."""
 
-    vocab_size, eod = 257, 256
+    fewest_ids, eod = 257, 256
 
     def tokenize(self, text):
         return list(text.encode())
