@@ -2,6 +2,7 @@
 
 import copy
 from collections import defaultdict
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.parallel.weights import bytes_of, local_part
-from megatron_lite.recompute.contents import CONSTANT, tensors_of, unobserved
+from megatron_lite.recompute.contents import tensors_of, unobserved
 
 
 def update_bytes(
@@ -37,13 +38,13 @@ def update_bytes(
     existing = bytes_of(tensors_of(list(optimizer.state.values()))) if is_made else 0
     try:
         with unobserved():  # fake tensors are ten times as slow
-            new = _copy(optimizer, groups, "meta")
+            new = _copy(model, optimizer, groups, "meta")
             updated = {each for group in new.param_groups for each in group["params"]}
             if is_ours := all(each.is_meta for each in updated):
                 try:
                     states, temporary, _ = _update(new, device)
                 except Exception:  # whatever the code of others raises without values
-                    states, temporary = _of_each_form(optimizer, groups, device)
+                    states, temporary = _of_each_form(model, optimizer, groups, device)
     except Exception as error:
         if existing:
             told = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -64,20 +65,31 @@ def update_bytes(
     return update_bytes(model, new, device, notes)
 
 
-def _copy(optimizer: Any, groups: list[dict[str, Any]], device: str) -> Any:
+def _copy(model: nn.Module, optimizer: Any, groups: list[dict[str, Any]], device: str) -> Any:
     """Returns an optimizer of stand-ins for parameters, which lie on a device."""
+    trained = {x: _stand_in(x, device) for one in groups for x in one["params"] if x.requires_grad}
     stand_ins = [
-        {**one, "params": [_stand_in(x, device) for x in one["params"] if x.requires_grad]}
-        for one in groups
+        {**one, "params": [trained[x] for x in one["params"] if x in trained]} for one in groups
     ]
     if not isinstance(optimizer, Optimizer):
         return optimizer(stand_ins)
-    new = copy.copy(optimizer)
-    new.state, new.param_groups = defaultdict(dict), stand_ins
-    # torch copies groups and states alone
-    vars(new).update(
-        {name: one for name, one in vars(optimizer).items() if isinstance(one, CONSTANT)}
+    new = object.__new__(type(optimizer))
+    state = defaultdict[Tensor, Any](dict)
+    for x in trained.keys() & optimizer.state.keys():
+        if not tensors_of(optimizer.state[x]):  # such as a seed, from the constructor
+            state[trained[x]] = {**optimizer.state[x]}
+    new.__setstate__(
+        {"defaults": {**optimizer.defaults}, "state": state, "param_groups": stand_ins}
     )
+    # What it holds besides is copied, as bitsandbytes's choices by parameter, but for the model.
+    known: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
+    known |= {id(x): stand_in for x, stand_in in trained.items()}
+    known |= {id(optimizer): new, id(optimizer.state): state}
+    for name, value in vars(optimizer).items():
+        is_hook = name.startswith("_optimizer_") or getattr(value, "__closure__", None)
+        if name not in vars(new) and not is_hook:
+            with suppress(Exception):  # not everything can be copied
+                vars(new)[name] = copy.deepcopy(value, known)
     return new
 
 
@@ -95,17 +107,21 @@ def _update(new: Any, device: torch.device) -> tuple[int, int, bool]:
         # Without a choice torch updates all tensors of a GPU at once, which takes memory.
         if device.type == "cuda" and group.get("foreach", 0) is None:
             group["foreach"] = not fused
-        group |= {"fused": False, "capturable": False, "lr": 1.0}  # not a tensor
+        if "capturable" in group:
+            group["lr"] = 1.0  # not a tensor
+        group |= {"fused": False, "capturable": False}
         is_at_once |= bool(group.get("foreach"))
         is_fused &= fused
-    with LiveStorages() as live:
+    if hasattr(new, "train"):  # as schedule-free ones
+        new.train()
+    with LiveStorages() as live, torch.compiler.set_stance("force_eager"):
         type(new).step(new)
         states = bytes_of(tensors_of(list(new.state.values())))
         return states, 0 if is_fused else live.peak_bytes - live.total_bytes(), is_at_once
 
 
 def _of_each_form(
-    optimizer: Any, groups: list[dict[str, Any]], device: torch.device
+    model: nn.Module, optimizer: Any, groups: list[dict[str, Any]], device: torch.device
 ) -> tuple[int, int]:
     """Returns the bytes of the states, and of the update above them, from updates of zeros."""
     found, states, most, every = dict[Any, tuple[int, int, bool]](), 0, 0, 0
@@ -116,7 +132,7 @@ def _of_each_form(
             own = local_part(each)
             key = number, own.shape, own.stride(), own.dtype
             if key not in found:
-                one = _copy(optimizer, [{**group, "params": [each]}], "cpu")
+                one = _copy(model, optimizer, [{**group, "params": [each]}], "cpu")
                 found[key] = _update(one, device)
             more, temporary, is_at_once = found[key]
             states += more
@@ -128,4 +144,4 @@ def _of_each_form(
 def _stand_in(parameter: Tensor, device: str) -> nn.Parameter:
     own = local_part(parameter)
     empty = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=device)
-    return nn.Parameter(empty.zero_())
+    return nn.Parameter(empty.fill_(1))  # Prodigy keeps nothing of zeros

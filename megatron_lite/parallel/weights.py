@@ -41,8 +41,17 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def storages_of(tensors: Iterable[Tensor | None]) -> dict[int, torch.UntypedStorage]:
     """Returns the storages of this rank's parts of tensors, each once, by address."""
-    storages = [local_part(each).untyped_storage() for each in tensors if each is not None]
-    return {address_of(one): one for one in storages}
+    found = dict[int, torch.UntypedStorage]()
+    for each in tensors:
+        if each is None:
+            continue
+        if hasattr(each, "__tensor_flatten__"):  # it wraps others, as a quantized one and a DTensor
+            inner = (getattr(each, name) for name in each.__tensor_flatten__()[0])
+            found |= storages_of(one for one in inner if isinstance(one, Tensor))
+        else:
+            storage = each.untyped_storage()
+            found[address_of(storage)] = storage
+    return found
 
 
 def bytes_of(tensors: Iterable[Tensor | None]) -> int:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
+from torch.testing._internal.two_tensor import TwoTensor
 
 from megatron_lite.api import fit_memory_
 from megatron_lite.config.units import parse_bytes
@@ -174,6 +175,32 @@ class Dropped(Looped):
     @property
     def times(self):
         return random.random() >= max(self.rate, self.config.layerdrop)
+
+
+class Picky(torch.optim.Optimizer):
+    """Its update needs what optimizers of other libraries need. Its states, of wrappers, are those
+    of one parameter, which only weights that are not zero have."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": torch.tensor(0.1)})
+        self.rule, self.chosen, self.is_training = torch.clone, SimpleNamespace(), False
+        self.chosen.one = self.param_groups[0]["params"][3]
+        self.state[self.chosen.one]["seed"] = 7
+
+    def train(self):
+        self.is_training = True
+
+    def step(self):
+        assert self.is_training and self.param_groups[0]["lr"].ndim == 0
+        for each in self.param_groups[0]["params"]:
+            if each is self.chosen.one and each.any():
+                assert self.state[each]["seed"] == 7
+                self.state[each]["two"] = TwoTensor(in_one_graph(each.grad), self.rule(each.grad))
+
+
+@torch.compile(fullgraph=True)
+def in_one_graph(gradient):
+    return gradient + 1.0
 
 
 def with_layers(model, *layers):
@@ -496,6 +523,7 @@ def test_states_of_an_optimizer_count_whether_they_exist_or_not():
         optimizer.step()
         assert peak(optimizer) == expected
     assert peak(torch.optim.SGD) == plain
+    assert peak(Picky(model.parameters())) == plain + 2 * model.part0[0].up.weight.nbytes
 
     def on_gpu(**settings):
         return update_bytes(model, partial(torch.optim.AdamW, **settings), torch.device("cuda"), [])
