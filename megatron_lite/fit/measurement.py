@@ -10,7 +10,6 @@ since first calls copy what they might write to.
 """
 
 import gc
-import random
 import weakref
 from collections import ChainMap, Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -47,7 +46,7 @@ from .plans import (
     policy_text,
 )
 from .ranks import OtherShapes, Ranks
-from .step import ONE_BATCH, VARIES, Span, Step, repeatable
+from .step import ONE_BATCH, VARIES, Span, Step
 
 FULL = "full"
 CANDIDATES = ("none", "ops(matmul,attention)", "ops(matmul/2,attention)", "ops(attention)")
@@ -167,12 +166,12 @@ class Measurement:
         candidates = [*CANDIDATES, *ON_RANKS * self._step.is_divided]
         candidates += ON_HOST * self._on_gpu
         self.problem = self._problem(spans, candidates)
-        if any(self._ranks.told(self._step.varies)):
+        if any(self._ranks.told(self._step.varies)) or self._step.seed is not None:
             self.notes.append(f"note: {VARIES}; these figures are for the largest seen")
 
     def confirmed(self, plan: Plan) -> tuple[dict[str, str], int]:
         """Puts a plan on the model. Returns the policies of the lists of layers, by name, and the
-        peak of a real step with them. Raises OtherShapes if its inputs were not measured."""
+        peak of a real step with them. Raises OtherShapes if larger inputs were not measured."""
         remove_policy_(self.model)
         try:
             actions = [option.action for option in plan.choice]
@@ -187,15 +186,20 @@ class Measurement:
         draws, varies = not (self._around or self._like) and self._step.draws, False
         if not any(self._ranks.told(draws)):
             return most
-        with repeatable(self._parameters):
-            for seed in range(DRAWS):  # a layer may draw whether it does its work
-                if seed == ENOUGH and not varies:
-                    return most
-                _draw_from(seed)
+        sizes = {self._step.seed: max(self._ranks.told(self._step.size))}
+        for seed in range(DRAWS):  # a layer may draw whether it does its work, a step its inputs
+            if seed == ENOUGH and not varies:
+                return most
+            with self._step.drawing(seed):
                 more, peaks = self._fullest()
-                most = max(most, more)
-                alike = len(peaks) == len(first) and np.allclose(peaks, first, CHANCE)
-                varies |= not all(self._ranks.told(alike))
+            most = max(most, more)
+            sizes.setdefault(seed, max(self._ranks.told(self._step.size)))
+            alike = len(peaks) == len(first) and np.allclose(peaks, first, CHANCE)
+            varies |= not all(self._ranks.told(alike))
+        largest = max(sizes, key=sizes.__getitem__)  # the first of them
+        if largest is not None and largest != self._step.seed:
+            self._step.draw_from(largest)
+            raise OtherShapes
         self.notes = [*dict.fromkeys([*self.notes, CHANGES])]
         return most
 
@@ -276,14 +280,13 @@ class Measurement:
         drawn, seen = list[Counter[nn.Module]](), {*calls}
         try:
             self._apply_(self._full)
-            with repeatable(self._parameters):
-                for seed in range(DRAWS):
-                    _draw_from(seed)
+            for seed in range(DRAWS):
+                with self._step.drawing(seed):
                     spans = self._step.run(clock(), takes_notes=False)
-                    drawn.append(self._calls(spans))
-                    seen |= drawn[-1].keys()
-                    if all(self._ranks.told(seen.issuperset(chain.from_iterable(lists.values())))):
-                        break
+                drawn.append(self._calls(spans))
+                seen |= drawn[-1].keys()
+                if all(self._ranks.told(seen.issuperset(chain.from_iterable(lists.values())))):
+                    break
         finally:
             remove_policy_(self.model)
         numbers = self._step.numbers
@@ -542,10 +545,6 @@ class Measurement:
         options[0] = options[0]._replace(nanoseconds=quickest)
         agreed = map(_dearest, zip(*self._ranks.told(options), strict=True))
         return [option for option in agreed if option.kept < IMPOSSIBLE]
-
-
-def _draw_from(seed: int) -> None:
-    random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
 
 
 def _check_backward(spans: list[Span], lists: Iterable[str]) -> None:

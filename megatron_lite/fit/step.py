@@ -5,6 +5,7 @@ gradient of its output is there, and ends when that of its input is.
 """
 
 import os
+import random
 import sys
 import time
 import warnings
@@ -18,6 +19,7 @@ from functools import partial
 from itertools import chain, count
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -90,6 +92,8 @@ class Step:
     numbers: those of the layers that have run, in the order of their first forwards.
     varies: whether runs had inputs of different shapes. Every call of the model then gets the
         largest ones so far.
+    seed: of the random numbers with which each run begins; None: of the present ones.
+    size: of the largest inputs of the last run, in elements.
     """
 
     def __init__(
@@ -108,7 +112,9 @@ class Step:
         # of the inputs: those of the model's calls, and those of layers; of the first run so far
         self._shapes: tuple[list[Any], defaultdict[nn.Module, set[Any]]]
         self._first: Any = None
-        self.varies = False
+        self.varies = self._is_trial = False
+        self.seed: int | None = None
+        self.size = 0
         self._told = time.monotonic()
         self._largest: tuple[int, Any] = (0, None)
         self._events: list[Event] = []
@@ -126,9 +132,11 @@ class Step:
         Raises OtherShapes if what was measured before does not hold for the largest inputs.
         """
         self._runs += 1
-        self._shapes = [], defaultdict(set)
+        self._shapes, self.size = ([], defaultdict(set)), 0
         self._tell("")
         with repeatable(self._parameters), warnings.catch_warnings(), ExitStack() as stack:
+            if self.seed is not None:
+                random.seed(self.seed), np.random.seed(self.seed), torch.manual_seed(self.seed)
             warnings.filterwarnings("ignore", message="Layers under a recompute policy keep no k")
             see = self._model.register_forward_pre_hook(self._see_inputs, with_kwargs=True)
             stack.enter_context(see)
@@ -151,6 +159,19 @@ class Step:
             self._mark(Event())
         return _spans(self._events, self._gauge.readings)
 
+    @contextmanager
+    def drawing(self, seed: int) -> Iterator[None]:
+        """Lets the runs inside the block draw other random numbers. Their inputs may be others."""
+        before, self.seed, self._is_trial = self.seed, seed, True
+        try:
+            yield
+        finally:
+            self.seed, self._is_trial = before, False
+
+    def draw_from(self, seed: int) -> None:
+        """Lets all runs draw the random numbers of a seed, which gives larger inputs."""
+        self.seed, self._first = seed, None
+
     def forget_layers(self, number: int = 0) -> None:
         """Forgets the layers from a number on, as if they had not run."""
         for layer in [*self.numbers][number:]:
@@ -169,6 +190,8 @@ class Step:
         if self._is_compiled:
             raise ValueError(COMPILED.format("the model"))
         self._first = first = self._first or self._shapes
+        if self._is_trial and not self.varies:
+            return
         if (self._largest[0] > before) if self.varies else self._shapes[0] != first[0]:
             self.varies, self._first = True, None
             raise OtherShapes
@@ -195,7 +218,8 @@ class Step:
             )
         tensors = tensors_of((args, kwargs))
         self._shapes[0].append([*map(shape_of, tensors)])
-        if (size := sum(each.numel() for each in tensors)) > self._largest[0]:
+        self.size = max(self.size, size := sum(each.numel() for each in tensors))
+        if size > self._largest[0]:
             self._largest = size, (args, kwargs)
         # Clones stand for what the step may have made itself. A GPU's allocator counts the largest.
         clone = partial(tree_map_only, Tensor, lambda one: one.clone() if one.is_cpu else one)

@@ -74,12 +74,13 @@ class MemoryBudgetCallback(TrainerCallback):
         held.add("", trainer)
 
         def step() -> None:
-            for _ in range(min(2, args.gradient_accumulation_steps)):
-                # It may take entries out. A trainer that generates gets a list of samples.
-                trainer.training_step(trainer.model_wrapped, copy(batch), None)
+            with held.restored():  # TRL's generate in every n-th step alone
+                trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps
+                for _ in range(min(2, args.gradient_accumulation_steps)):
+                    # It may take entries out. A trainer that generates gets a list of samples.
+                    trainer.training_step(trainer.model_wrapped, copy(batch), None)
 
-        with drawn_again(state for _, state in held.generators), held.restored():
-            trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps
+        with drawn_again(state for _, state in held.generators):
             try:
                 self.fit = fit_memory_(
                     model, self._budget, step=step, optimizer=kwargs["optimizer"], **self._settings

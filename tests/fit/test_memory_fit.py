@@ -563,6 +563,22 @@ def test_a_step_of_changing_shapes_counts_with_the_largest():
 
 
 @pytest.mark.usefixtures("two_actions")
+def test_a_step_that_draws_its_length_counts_with_the_longest_of_some_draws():
+    model, longest = nn.Sequential(*(Block(32, 64) for _ in range(3))), 0
+
+    def step(length=None):  # as one that generates: what it does outside depends on the length
+        nonlocal longest
+        length = length or random.randint(9, 60)
+        longest = max(longest, length)
+        (model(torch.ones(2, length, 32)) * torch.ones(2, length, 1)).sum().backward()
+
+    random.seed(1)
+    fit = fit_and_remove(model, step)
+    assert fit.measured == fit_and_remove(model, lambda: step(longest)).measured
+    assert "figures are for the largest seen" in str(fit)
+
+
+@pytest.mark.usefixtures("two_actions")
 def test_layers_that_chance_drops_count():
     model = with_layers(Model([]), *(Dropped(32, 64) for _ in range(6)))
     model.part0[1].rate, step = 1.0, step_of(model)
