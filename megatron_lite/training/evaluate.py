@@ -14,7 +14,6 @@ from megatron_lite.parallel.messages import told_if_slow
 from megatron_lite.parallel.state import set_timeout
 
 from .batches import masked_mean, sample_order
-from .iteration_line import Evaluation
 from .step import TrainingError
 
 if TYPE_CHECKING:
@@ -60,16 +59,16 @@ def log_loss(trainer: Trainer, name: str) -> str | None:
     work = f"evaluating the {name} loss over {training.eval_iters} global batches"
     log.detail(f"{work} (--eval-iters)")
     with told_if_slow(work, log.line):
-        result = mean_loss(trainer, dataset, where=where, stops=stops)
+        loss = mean_loss(trainer, dataset, where=where, stops=stops)
     if compiles and limit is not None and trainer.seconds:  # before a step it is not yet in force
         set_timeout(limit)
-    if isinstance(result, str):
-        log.line(f"the {name} loss is left unfinished: {result}")
-        return result
-    log.evaluation(name, iteration, result)
-    if training.check_for_nan_in_loss_and_grad and not math.isfinite(result.loss):
+    if isinstance(loss, str):
+        log.line(f"the {name} loss is left unfinished: {loss}")
+        return loss
+    log.evaluation(name, iteration, loss)
+    if training.check_for_nan_in_loss_and_grad and not math.isfinite(loss):
         raise TrainingError(
-            f"iteration {iteration}: the {name} loss is {result.loss}. Lower "
+            f"iteration {iteration}: the {name} loss is {loss}. Lower "
             "--lr; --no-check-for-nan-in-loss-and-grad goes on nevertheless"
         )
     return None
@@ -81,8 +80,9 @@ def mean_loss(
     *,
     where: str = "evaluation",
     stops: Callable[[], str | None] = lambda: None,
-) -> Evaluation | str:
-    """Returns the mean loss over --eval-iters global batches, or why it stopped before.
+) -> float | str:
+    """Returns the mean loss over --eval-iters global batches, in nats per token, or why it stopped
+    before.
 
     Every evaluation of a run sees the same samples. Dropout is off and no random number is
     drawn, so an evaluation does not change the training after it. With a loss mask the mean is
@@ -115,5 +115,4 @@ def mean_loss(
     number = float(training.eval_iters * num_microbatches * parallel.dp_cp_size)
     if counts:
         number = masked_mean(counts, parallel, per_token=True).num_tokens.item()
-    loss = total.item() / number
-    return Evaluation(loss, math.exp(loss) if loss < 700.0 else math.inf)
+    return total.item() / number

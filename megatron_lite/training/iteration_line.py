@@ -102,13 +102,6 @@ class IterationRecord(NamedTuple):
     activation_bytes_balanced: int | None = None
 
 
-class Evaluation(NamedTuple):
-    """loss: nats per token. perplexity: exp(loss), infinite from a loss of 700 on."""
-
-    loss: float
-    perplexity: float
-
-
 class Interval:
     """The figures of some iterations in a row, whose batches may be smaller than the full one.
 

@@ -36,15 +36,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_lite.config.checks import InputError, printable
 from megatron_lite.config.units import ByteUnit, plural, size
 
-from .iteration_line import (
-    Evaluation,
-    Interval,
-    IterationRecord,
-    clock,
-    iteration_line,
-    peak_rate,
-    run_facts,
-)
+from .iteration_line import Interval, IterationRecord, clock, iteration_line, peak_rate, run_facts
 from .observe import measures_peak
 from .summary import arguments_table, file_lines, ranks_line, step_time_text, summary_of
 from .terminal import Terminal, log_file_path, skipped_batches_path
@@ -71,11 +63,10 @@ class RunLog:
         peak = peak_rate(config.logging, parallel.device, bf16=config.training.precision != "fp32")
         self._facts = facts = run_facts(trainer, peak.flops)
         self._trainer, self._run, self._config, self._start = trainer, config, config.logging, start
-        self._shows_peak = measures_peak(config, parallel.device)
         self._began, self._num_rows, self._memory = time.monotonic(), 0, "-"
         self._interval: list[IterationRecord] = []
         self._last = deque[IterationRecord](maxlen=LAST)
-        self._validations: list[tuple[Evaluation, int]] = []
+        self._validations: list[tuple[float, float, int]] = []
         self._parts: dict[str, Any] = {}  # of log_files.py. None: its disk is full
         self._lost: set[str] = set()
         self._terminal: Terminal | None = None
@@ -173,12 +164,7 @@ class RunLog:
     def line(self, text: str) -> None:
         """Prints one line, and writes it to the log file."""
         text = printable(text)
-        self._show(text)
-        self.to_file(text)
-
-    def _show(self, text: str | None) -> None:
-        if self._terminal is not None and text is not None:
-            self._terminal.line(text)
+        self.detail(text, short=text)
 
     def to_file(self, text: str) -> None:
         """Writes lines to the log file."""
@@ -189,7 +175,9 @@ class RunLog:
 
         short: what the terminal gets instead in the short style; None: nothing.
         """
-        self._show(text if self._config.log_style == "megatron" else short)
+        shown = text if self._config.log_style == "megatron" else short
+        if self._terminal is not None and shown is not None:
+            self._terminal.line(shown)
         self.to_file(text)
 
     def iteration(self, record: IterationRecord) -> None:
@@ -228,7 +216,7 @@ class RunLog:
         last, share = interval.last, interval.utilization.get("MFU")
         end, what = self._facts.num_iterations, "kept"
         both = last.activation_bytes_predicted, last.activation_bytes_measured
-        if self._shows_peak:
+        if measures_peak(self._run, self._facts.device):
             what, both = "peak", (self._trainer.peak or (None, None))[:2]
         predicted, measured = both
         if self._memory == "-" and predicted is not None and measured is not None:
@@ -311,11 +299,10 @@ class RunLog:
             f"{Interval(last, facts).loss:.4f} (mean of the last {plural(len(last), 'iteration')})",
         )
         if self._validations:
-            found, iteration = min(self._validations)
+            loss, perplexity, iteration = min(self._validations)
             yield (
                 "validation",
-                f"best loss {found.loss:.4f} (perplexity {found.perplexity:.3f}) at iteration "
-                f"{iteration}",
+                f"best loss {loss:.4f} (perplexity {perplexity:.3f}) at iteration {iteration}",
             )
         kept = last[-1]
         predicted, measured = kept.activation_bytes_predicted, kept.activation_bytes_measured
@@ -353,23 +340,23 @@ class RunLog:
             self._add("skipped", metrics_file, path, update.iteration - 1, "--save")
         self._write("skipped", f"iteration {update.iteration}", update)
 
-    def evaluation(self, name: str, iteration: int, result: Evaluation) -> None:
+    def evaluation(self, name: str, iteration: int, loss: float) -> None:
         """Prints the loss and perplexity of a validation or test pass."""
-        if name == "validation" and math.isfinite(result.loss):
-            self._validations.append((result, iteration))
+        perplexity = math.exp(loss) if loss < 700.0 else math.inf
+        if name == "validation" and math.isfinite(loss):
+            self._validations.append((loss, perplexity, iteration))
         text = (
-            f" {name} loss at iteration {iteration} | lm loss value: {result.loss:.6E} | "
-            f"lm loss PPL: {result.perplexity:.6E} | "
+            f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | "
+            f"lm loss PPL: {perplexity:.6E} | "
         )
         rule = "-" * len(text)
         self.detail(
             f"{rule}\n{text}\n{rule}",
-            short=f"{name} loss at iteration {iteration}: {result.loss:.4f} "
-            f"(perplexity {result.perplexity:.3f})",
+            short=f"{name} loss at iteration {iteration}: {loss:.4f} (perplexity {perplexity:.3f})",
         )
-        scalars = {f"lm loss {name}": result.loss}
+        scalars = {f"lm loss {name}": loss}
         if self._config.log_validation_ppl_to_tensorboard:
-            scalars[f"lm loss {name} ppl"] = result.perplexity
+            scalars[f"lm loss {name} ppl"] = perplexity
         self._write_scalars(iteration, scalars)
 
     def times(self, times: Mapping[str, Sequence[float]], iteration: int) -> None:

@@ -256,7 +256,7 @@ def test_an_evaluation_is_the_mean_over_the_tokens_that_count():
             losses = chunk(batch.tokens, batch.labels, batch.documents)
             total += float((losses * batch.loss_mask).sum().detach())
             count += int(batch.loss_mask.sum())
-    assert found is not None and found.loss == pytest.approx(total / count, rel=1e-12)
+    assert found == pytest.approx(total / count, rel=1e-12)
 
 
 def test_the_counts_are_those_of_the_masks_and_say_where_a_sample_cannot_be_read():
