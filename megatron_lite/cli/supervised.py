@@ -30,8 +30,9 @@ from megatron_lite.config.notices import notices as notices_of
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch, allocator_settings
 from megatron_lite.parallel.messages import print_fault
+from megatron_lite.parallel.signals import Stopped
 from megatron_lite.parallel.state import ParallelState, choose_device
-from megatron_lite.supervision.exits import Exits, StoppedEarly, Verdict, stopped_by
+from megatron_lite.supervision.exits import Exits, Verdict, stopped_by
 from megatron_lite.training.build_trainer import build_trainer
 from megatron_lite.training.out_of_memory import memory_bytes, memory_limited
 from megatron_lite.training.step import TrainingError
@@ -134,10 +135,11 @@ def supervised(
                     build_trainer(config, parallel).run(exits, printed)
             except Exception as error:
                 status = _status_after(error, exits, watch, parallel.rank, program)
-        except (StoppedEarly, KeyboardInterrupt) as stopped:
+        except (Stopped, KeyboardInterrupt) as stopped:
             own = stopped_by(signal.SIGINT, parallel.rank)
-            if isinstance(stopped, StoppedEarly):
-                text = f"{stopped}: nothing was trained, nothing is saved"
+            if isinstance(stopped, Stopped):
+                name = signal.Signals(stopped.number).name
+                text = f"{name} (--exit-signal-handler): nothing was trained, nothing is saved"
                 own = Verdict(parallel.rank, 128 + stopped.number, text)
             (watch or new_watch()).end(own)
         exits.finish()

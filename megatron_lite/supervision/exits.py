@@ -30,6 +30,7 @@ import torch.distributed as dist
 from megatron_lite.config.training import TrainingConfig
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.messages import ranks_text
+from megatron_lite.parallel.signals import Stopped
 from megatron_lite.parallel.state import ParallelState
 
 # Ranks agree by the maximum: a signal counts as its number + 1, so it wins over the time.
@@ -85,17 +86,6 @@ class Pulse:
         return timeout + self.longest - (self._clock() - self._since) if self._limited else None
 
 
-class StoppedEarly(BaseException):
-    """The error of a signal that came before the first iteration.
-
-    Like KeyboardInterrupt it is no Exception, so that no `except Exception` swallows it.
-    """
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"{signal.Signals(number).name} (--exit-signal-handler)")
-        self.number = number
-
-
 class Exits:
     """The reasons for which a run may end early.
 
@@ -115,7 +105,7 @@ class Exits:
     def listen(self) -> dict[signal.Signals, object]:
         """Handles the signals of --exit-signal-handler, if it is given, so that they do not kill.
 
-        Before `begin` a signal raises StoppedEarly; later it is noted. Returns the handlers that
+        Before `begin` a signal raises Stopped; later it is noted. Returns the handlers that
         this call replaces.
         """
         return {number: signal.signal(number, self._note) for number in self._heard}
@@ -167,7 +157,7 @@ class Exits:
     def _note(self, number: int, _: object) -> None:
         first, self._signalled = not self._signalled, number
         if first and not self._trains:  # a second signal must not disturb the way out
-            raise StoppedEarly(number)
+            raise Stopped(number)
 
 
 class Verdict(NamedTuple):
