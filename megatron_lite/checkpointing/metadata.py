@@ -23,7 +23,7 @@ import math
 import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ class Metadata:
     num_updates: int
     loss_scale: LossScaleState | None = None
     mean_loss: MeanLossState | None = None
-    data: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any]
     schedule: LrSchedule | None = None
     computed_on: str = ""
     missing: tuple[str, ...] = ()
@@ -152,7 +152,6 @@ class Metadata:
         path = step / METADATA
         with damaged(path):
             values = parse_formatted(path)
-            checks.field(values, "data")  # without it, other data would be taken for the same
             for name in ("iteration", "consumed_samples"):  # a default would be another place
                 checks.field(checks.as_object(checks.field(values, "progress"), "progress"), name)
             found: Metadata = from_plain(cls, values, METADATA)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron_lite.config.checks import InputError, Values, flag, shown
-from megatron_lite.config.input_file import regular_path
+from megatron_lite.config.input_file import crafted, regular_path
 from megatron_lite.config.optimizer_settings import SGD
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.lr_schedule import LrSchedule
@@ -121,15 +121,8 @@ def load_checkpoint(
             )
             return notices
         path = step / rng_file(parallel.rank)
-        try:
+        with crafted(f"{path} (--no-load-rng starts the streams from --seed instead)"):
             parallel.rng.restore(RngSnapshot(DEFAULT, load_file(regular_path(path))))
-        except OSError:
-            raise
-        except Exception as error:
-            raise InputError(
-                f"{path}: cannot be read ({error}): add --no-load-rng to start the streams from "
-                "--seed"
-            ) from error
     return notices
 
 
@@ -327,7 +320,7 @@ def take_snapshot(
                     own.narrow(dim, one.global_start if is_split else one.local_start, one.length)
                     for one in spec.spans(parallel.tp_rank, parallel.tp_size)
                 ]
-                own = torch.cat(rows, dim) if rows else own.narrow(dim, 0, 0)
+                own = torch.cat([own.narrow(dim, 0, 0), *rows], dim)  # there may be no rows
             held[files[kind_of(key)]][key] = own.to("cpu", copy=copy)
     tensors = {rng_file(parallel.rank): parallel.rng.snapshot().states}
     texts = {}

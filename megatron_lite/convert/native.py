@@ -108,6 +108,7 @@ def write(source: WeightSource, path: Path, *, tp_size: int = 1, pp_size: int = 
         dp_size=1,
         cp_size=1,
         num_updates=source.num_updates,
+        data={},
         missing=("rng",) if source.state_keys else ("optimizer", "rng"),
     )
     texts, _ = stored_tokenizer(source)
