@@ -63,6 +63,7 @@ class RunLog:
         peak = peak_rate(config.logging, parallel.device, bf16=config.training.precision != "fp32")
         self._facts = facts = run_facts(trainer, peak.flops)
         self._trainer, self._run, self._config, self._start = trainer, config, config.logging, start
+        self._shows_peak = measures_peak(config, parallel.device)
         self._began, self._num_rows, self._memory = time.monotonic(), 0, "-"
         self._interval: list[IterationRecord] = []
         self._last = deque[IterationRecord](maxlen=LAST)
@@ -216,7 +217,7 @@ class RunLog:
         last, share = interval.last, interval.utilization.get("MFU")
         end, what = self._facts.num_iterations, "kept"
         both = last.activation_bytes_predicted, last.activation_bytes_measured
-        if measures_peak(self._run, self._facts.device):
+        if self._shows_peak:
             what, both = "peak", (self._trainer.peak or (None, None))[:2]
         predicted, measured = both
         if self._memory == "-" and predicted is not None and measured is not None:
