@@ -43,12 +43,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.collectives import (
-    WAITING,
-    all_gather_first_dim,
-    odd_ones_out,
-    timed_waiting,
-)
+from megatron_lite.parallel.collectives import WAITING, odd_ones_out, timed_waiting
 from megatron_lite.parallel.messages import by_rank
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.state import ParallelState
@@ -94,7 +89,6 @@ class SlowRanks:
 
     def __init__(self, config: LoggingConfig, parallel: ParallelState) -> None:
         self._config, self._parallel = config, parallel
-        self._hosts = parallel.gathered(socket.gethostname())
         self._ms: list[float] = []
         self._probe = _Probe(parallel.device) if parallel.device.type == "cuda" else None
 
@@ -115,20 +109,12 @@ class SlowRanks:
     def lines(self) -> list[str]:
         """Returns a line for each rank that was slow since the last call.
 
-        Every rank must call this. It issues one all-gather of two numbers per rank, on the CPU.
+        Every rank must call this. It gathers a few bytes of each rank, on the CPU.
         """
         own = statistics.median(self._ms) if self._probe is None else self._probe.ms()
         self._ms.clear()
-        parallel = self._parallel
-        gathered = all_gather_first_dim(
-            torch.tensor([[own, parallel.pp_rank]], dtype=torch.float64), parallel.world_group
-        )
-        times = [
-            RankTime(rank, int(stage), host, ms)
-            for rank, (host, (ms, stage)) in enumerate(
-                zip(self._hosts, gathered.tolist(), strict=True)
-            )
-        ]
+        rows = self._parallel.gathered((self._parallel.pp_rank, socket.gethostname(), own))
+        times = [RankTime(rank, *row) for rank, row in enumerate(rows)]
         return slow_ranks(
             times, ratio=self._config.straggler_ratio, at_most=self._config.straggler_minmax_count
         )

@@ -137,7 +137,7 @@ def build_runner(config: RunConfig, parallel: ParallelState) -> tuple[StageRunne
         config.data_parallel,
         loss_scale=loss_scale,
         spikes=spikes,
-        kernels=next(iter(model)).decoder.context.kernels,
+        kernels=next(iter(model)).context.kernels,
     )
     if training.check_for_nan_in_loss_and_grad:
         optimizer.measure_own_grad_norm()

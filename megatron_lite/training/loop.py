@@ -31,15 +31,7 @@ from megatron_lite.supervision.exits import Exits
 from .batches import MicroBatches, masked_mean
 from .iteration_line import IterationRecord
 from .log import RunLog
-from .observe import (
-    ActivationMeter,
-    Look,
-    PeakMemory,
-    measures_peak,
-    own_step_peak,
-    peak_of_step,
-    record_step,
-)
+from .observe import ActivationMeter, Look, PeakMemory, measures_peak, peak_of_step, record_step
 from .out_of_memory import told_where_memory_runs_out
 from .step import StageRunner, StepEnd, TrainingError, train_step
 from .summary import described
@@ -173,7 +165,7 @@ class Trainer:
         started = list[Iterator[None]]()  # steps that are not finished
         # No time limit in the first step: kernels load or compile in it, for minutes on some
         # machines.
-        self.exits.pulse.at(f"iteration {iteration + 1}", limited=False)
+        exits.pulse.at(f"iteration {iteration + 1}", limited=False)
         while iteration < self.num_iterations:
             batch_size = self.batches.at(self.progress.consumed_samples)
             is_first = self._num_steps == 0
@@ -182,7 +174,7 @@ class Trainer:
                 step = self._step()
                 next(step)
                 started.append(step)
-            if is_first and (kernels := next(iter(self.model)).decoder.context.kernels) is not None:
+            if is_first and (kernels := next(iter(self.model)).context.kernels) is not None:
                 log.line(
                     f"{kernels.num_graphs} kernels were compiled in {kernels.seconds:.1f} s of the "
                     "first step; TORCHINDUCTOR_CACHE_DIR keeps them for the next start"
@@ -222,7 +214,7 @@ class Trainer:
                 set_timeout(limit)
             # A step of a larger batch may take so many times as long as the one before.
             growth = self.batches.at(self.progress.consumed_samples) / batch_size
-            self.exits.pulse.at(f"iteration {iteration + 1}", growth=max(1.0, growth))
+            exits.pulse.at(f"iteration {iteration + 1}", growth=max(1.0, growth))
         return True
 
     def _step(self) -> Iterator[None]:
@@ -359,8 +351,7 @@ class Trainer:
         if not measured or (traced and self.parallel.device.type == "cpu"):
             yield look
             return
-        own = own_step_peak(config, self.parallel)
-        with peak_of_step(self.model, self.optimizer, self.parallel, own) as found:
+        with peak_of_step(config, self.model, self.optimizer, self.parallel) as found:
             yield look
         (self.peak,) = found
         self.log.line(f"peak of a step, highest of all ranks: {self.peak}")

@@ -171,7 +171,7 @@ class PeakMemory(NamedTuple):
 
     predicted: int
     measured: int
-    reserved: int = 0
+    reserved: int
 
     def __str__(self) -> str:
         return (
@@ -183,11 +183,10 @@ class PeakMemory(NamedTuple):
 
 @contextmanager
 def peak_of_step(
-    model: ModelStages, optimizer: Optimizer, parallel: ParallelState, predicted: StepPeak
+    config: RunConfig, model: ModelStages, optimizer: Optimizer, parallel: ParallelState
 ) -> Iterator[list[PeakMemory]]:
     """Measures the peak of the block, which is one step. The list has it after the block.
 
-    predicted: that of this rank.
     Every rank must call this: at the end it gathers figures of all ranks.
     """
     device, found = parallel.device, list[PeakMemory]()
@@ -212,7 +211,8 @@ def peak_of_step(
             yield found
             optimizer.finish()  # gathers of weights; a profiler must not end beside them
         peak_bytes, reserved_bytes = held + seen.peak_bytes, 0
-    figures = parallel.gathered((predicted.num_bytes, peak_bytes, reserved_bytes))
+    predicted = own_step_peak(config, parallel).num_bytes
+    figures = parallel.gathered((predicted, peak_bytes, reserved_bytes))
     found.append(PeakMemory(*map(max, zip(*figures, strict=True))))
 
 

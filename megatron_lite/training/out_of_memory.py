@@ -98,8 +98,7 @@ def _check(
     here, place = [own], str(device)
     if device.type == "cpu":
         place = socket.gethostname()
-        rows = [text.rpartition(" ") for text in parallel.gathered(f"{place} {own}")]
-        here = [int(number) for name, _, number in rows if name == place]
+        here = [number for name, number in parallel.gathered((place, own)) if name == place]
 
     def check() -> None:
         there = memory_bytes(device)

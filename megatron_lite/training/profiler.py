@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from megatron_lite.config.run import RunConfig
-from megatron_lite.parallel.collectives import all_gather_first_dim, not_timed
+from megatron_lite.parallel.collectives import not_timed
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import record_memory_history, write_memory_history
 
@@ -156,19 +156,16 @@ class Timers:
             torch.cuda.synchronize(self._parallel.device)
         return time.perf_counter()
 
-    def report(self, num_iterations: int) -> dict[str, list[float]]:
+    def report(self, num_iterations: int) -> dict[str, tuple[float, ...]]:
         """Returns the milliseconds of an iteration, on average since the last report, and resets
         all timers. They are those of each rank by the name of the timer; a timer that no rank has
         used is missing.
 
-        Every rank must call this. It issues one all-gather of a number for each timer and rank, on
-        the CPU.
+        Every rank must call this. It gathers a number for each timer of each rank, on the CPU.
         num_iterations: how many iterations the times are the sum of.
         """
         own = [1000.0 * seconds / num_iterations for seconds in self._seconds.values()]
-        gathered = all_gather_first_dim(
-            torch.tensor([own], dtype=torch.float64), self._parallel.world_group
-        )
-        times = dict(zip(self._seconds, gathered.T.tolist(), strict=True))
+        of_timers = zip(*self._parallel.gathered(own), strict=True)
+        times = dict(zip(self._seconds, of_timers, strict=True))
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         return {name: of_ranks for name, of_ranks in times.items() if max(of_ranks) > 0.0}

@@ -235,17 +235,18 @@ def test_optimizer_states_beyond_the_memory_of_the_host_are_refused_before_the_s
     """Those of all ranks of a host together; the device has room."""
     run = tiny_run(learning_rate=0.001, optimizer_cpu_offload=True)
     with parallel_state(run.parallel, seed=1) as parallel:
-        needed = rank_states(run, 0, dp_cp_size=1, dp_cp_rank=0).on_host
+        needed = rank_states(run, 0, dp_cp_size=1).on_host
         # main weights and two moments, and two buffers of the largest parameter each way
         assert needed > 3 * 4 * parameter_count(run.model, run.tokenizer.rows(1))
-        texts = [f"a {needed}", f"a {needed}", f"b {needed}"]
+        rows = [(host, needed) for host in "aab"]
         monkeypatch.setattr(
-            type(parallel), "gathered", lambda self, own: texts if own in texts else [own]
+            type(parallel), "gathered", lambda self, own: rows if own in rows else [own]
         )
         monkeypatch.setattr(capacity.socket, "gethostname", lambda: "a")
         monkeypatch.setattr(capacity, "memory_bytes", lambda device: 2 * needed)
         capacity.check_fits(run, parallel)
         monkeypatch.setattr(capacity, "memory_bytes", lambda device: 2 * needed - 1)
-        message = r"--optimizer-cpu-offload puts .* --optimizer-offload-fraction \(got 1.0\)"
-        with pytest.raises(InputError, match=message):
+        with pytest.raises(
+            InputError, match=r"--optimizer-cpu-offload .* --optimizer-offload-fraction \(got 1.0\)"
+        ):
             capacity.check_fits(run, parallel)
