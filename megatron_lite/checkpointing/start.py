@@ -90,7 +90,7 @@ def find_start(options: CheckpointConfig, parallel: ParallelState) -> Start:
 
     def listed() -> Candidates:
         found = parallel.together("--load", lambda: parallel.rank == 0 and candidates(root))
-        return Candidates(*parallel.from_rank_0(lambda: found))
+        return Candidates(*parallel.gathered(found)[0])
 
     there = listed()
     if not there.steps:

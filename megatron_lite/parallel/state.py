@@ -147,10 +147,6 @@ class ParallelState:
         """Returns the value (of JSON) of every rank, by rank. Issues two all-gathers."""
         return gather_values(own, self.world_group)
 
-    def from_rank_0(self, make: Callable[[], Any]) -> Any:
-        """Returns on every rank what the function returns on rank 0: values of JSON."""
-        return self.gathered(make() if self.rank == 0 else None)[0]
-
     def together(self, what: str, action: Callable[[], Result]) -> Result:
         """Runs `action()` on every rank and returns this rank's result once all ranks succeeded.
 

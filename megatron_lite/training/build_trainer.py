@@ -206,12 +206,13 @@ def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
                     num_samples=(num_samples, evaluated, evaluated),
                     tokenizer=config.tokenizer,
                 )
-            is_same = parallel.from_rank_0(lambda: datasets.identity) == datasets.identity
-            if not all(others := parallel.gathered(is_same)):
-                raise InputError(
-                    f"rank {others.index(False)} has other data files than rank 0: give all nodes "
-                    "the same files"
-                )
+            identities = parallel.gathered(datasets.identity)
+            for rank, identity in enumerate(identities):
+                if identity != identities[0]:
+                    raise InputError(
+                        f"rank {rank} has other data files than rank 0: give all nodes the same "
+                        "files"
+                    )
             with told_by_rank_0("building the model and its optimizer", parallel.rank):
                 runner, optimizer, accumulation = build_runner(config, parallel)
             if parallel.device.type == "cuda":

@@ -95,29 +95,28 @@ class ActivationMeter:
         a sentence about the first difference from the prediction, on the rank where they differ
         most; "" if there is none.
 
-        Gathers figures of all ranks, and texts if the bytes differ.
+        Gathers figures and a text of all ranks.
         """
-        expected, saved, parallel = self._predicted, self._measured, self._parallel
+        expected, saved = self._predicted, self._measured
         on_host = [counts.pop(HOST, 0) for counts in (expected, saved)]
         own = [counts.total() for counts in (expected, saved)]
-        own_off = own[1] - own[0]
-        # One maximum finds both the largest surplus and the largest shortfall of any rank.
-        figures = [*own, *on_host, self._balanced, self._unaccounted, own_off, -own_off]
-        most = map(max, zip(*parallel.gathered(figures), strict=True))
-        predicted, measured, host_predicted, host_measured, *others = most
-        balanced, unaccounted, above, below = others
-        off, fault = above if above >= below else -below, ""
-        if off:
-            # The places that differ on the first rank whose bytes are off by the most.
-            places = [
-                f"{place}: {saved[place]:,} bytes saved, {expected[place]:,} predicted"
-                for place in {**saved, **expected}
-                if off == own_off and saved[place] != expected[place]
-            ]
-            texts = parallel.gathered("; ".join(places[:MOST_NAMED]))
+        places = [
+            f"{place}: {saved[place]:,} bytes saved, {expected[place]:,} predicted"
+            for place in {**saved, **expected}
+            if saved[place] != expected[place]
+        ]
+        figures = [*own, *on_host, self._balanced, self._unaccounted]
+        off = own[1] - own[0], "; ".join(places[:MOST_NAMED])
+        rows = self._parallel.gathered((figures, off))
+        most = map(max, zip(*(figures for figures, _ in rows), strict=True))
+        predicted, measured, host_predicted, host_measured, balanced, unaccounted = most
+        # on the first rank whose bytes are off by the most
+        difference, text = max((off for _, off in rows), key=lambda off: abs(off[0]))
+        fault = ""
+        if difference:
             fault = (
                 f"the first micro-batch keeps {measured} bytes for backward, and {predicted} were "
-                f"predicted ({off:+d}){next((f': {text}' for text in texts if text), '')}"
+                f"predicted ({difference:+d}): {text}"
             )
         elif host_measured != host_predicted:
             fault = (
