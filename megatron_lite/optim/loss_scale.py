@@ -144,8 +144,9 @@ class SpikeGuard:
     """
 
     def __init__(self, ratio: float, device: torch.device) -> None:
-        self.ratio, self._device = ratio, device
-        self._set(0.0, 0)
+        self.ratio = ratio
+        self.mean = torch.zeros((), dtype=torch.float64, device=device)
+        self._count = torch.zeros((), dtype=torch.int64, device=device)
 
     def judge(self, loss: Tensor, skipped: Tensor) -> Tensor:
         """Returns 1.0 (0-d) if the update is skipped or the loss is a spike, else 0.0.
@@ -170,8 +171,5 @@ class SpikeGuard:
     def restore(self, state: MeanLossState | None) -> None:
         """Continues from a state; None changes nothing."""
         if state is not None:
-            self._set(state.mean, state.count)
-
-    def _set(self, mean: float, count: int) -> None:
-        self.mean = torch.full((), mean, dtype=torch.float64, device=self._device)
-        self._count = torch.full((), count, device=self._device)
+            self.mean.fill_(state.mean)
+            self._count.fill_(state.count)
