@@ -54,12 +54,14 @@ class LossScale:
     """
 
     def __init__(self, config: LossScaleConfig, device: torch.device) -> None:
-        self._config, self._device = config, device
+        self._config = config
         self.is_dynamic = config.loss_scale is None
         first, least = config.initial_loss_scale, config.min_loss_scale
         if config.loss_scale is not None:
             first = least = config.loss_scale
-        self._set(first, 0, config.hysteresis)
+        self.scale = torch.full((), first, dtype=torch.float32, device=device)
+        self._good_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self._patience = torch.full_like(self._good_steps, config.hysteresis)
         self.minimum = torch.tensor(least).item()  # rounded to float32
 
     def inverse(self) -> Tensor:
@@ -97,13 +99,9 @@ class LossScale:
     def restore(self, state: LossScaleState | None) -> None:
         """Continues from a state. Does nothing if the scale is constant or the state is None."""
         if self.is_dynamic and state is not None:
-            self._set(state.scale, state.good_steps, state.patience)
-
-    def _set(self, scale: float, good_steps: int, patience: int) -> None:
-        self.scale = torch.full((), scale, dtype=torch.float32, device=self._device)
-        self._good_steps, self._patience = (
-            torch.full((), number, device=self._device) for number in (good_steps, patience)
-        )
+            self.scale.fill_(state.scale)
+            self._good_steps.fill_(state.good_steps)
+            self._patience.fill_(state.patience)
 
 
 # The running mean of the loss, and the spikes above it: `--skip-update-on-spike K`.
