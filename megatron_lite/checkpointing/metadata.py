@@ -152,8 +152,6 @@ class Metadata:
         path = step / METADATA
         with damaged(path):
             values = parse_formatted(path)
-            for name in ("iteration", "consumed_samples"):  # a default would be another place
-                checks.field(checks.as_object(checks.field(values, "progress"), "progress"), name)
             found: Metadata = from_plain(cls, values, METADATA)
             for axis in AXES:
                 checks.as_whole(getattr(found, axis), axis, 1, checks.MOST_RANKS)

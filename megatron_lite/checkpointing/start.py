@@ -29,9 +29,18 @@ from megatron_lite.config.invocation import subcommand
 from megatron_lite.memory.predict.states import parameter_count
 from megatron_lite.parallel.state import ParallelState
 
-from .metadata import MANIFEST, Manifest, Progress, row_of
+from .metadata import MANIFEST, Manifest, row_of
 from .shards import SavedStep
-from .step_files import CONFIG, LATEST, METADATA, STEP_NAME, saved_step, saved_steps
+from .step_files import (
+    CONFIG,
+    LATEST,
+    METADATA,
+    NO_PROGRESS,
+    STEP_NAME,
+    Progress,
+    saved_step,
+    saved_steps,
+)
 
 MOST_REPORTED = 5
 NAMED = 3  # folders that a message lists
@@ -51,7 +60,7 @@ class Start(NamedTuple):
     """
 
     saved: SavedStep | None = None
-    progress: Progress = Progress()
+    progress: Progress = NO_PROGRESS
     notices: tuple[str, ...] = ()
     weights_only: bool = False
 
@@ -126,7 +135,7 @@ def find_start(options: CheckpointConfig, parallel: ParallelState) -> Start:
     saved = parallel.together("--load", lambda: SavedStep(step))
     return Start(
         saved=saved,
-        progress=Progress() if options.finetune else saved.metadata.progress,
+        progress=NO_PROGRESS if options.finetune else saved.metadata.progress,
         notices=notices,
         weights_only=options.finetune,
     )

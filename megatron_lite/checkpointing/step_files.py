@@ -60,8 +60,8 @@ class Progress:
     a float16 run do not count.
     """
 
-    iteration: int = 0
-    consumed_samples: int = 0
+    iteration: int
+    consumed_samples: int
     skipped_iterations: int = 0
     nan_iterations: int = 0
     evaluation_is_due: bool = False
@@ -73,6 +73,9 @@ class Progress:
         checks.as_whole(self.consumed_samples, "consumed_samples", 0, MOST_SAMPLES)
         for name in ("skipped_iterations", "nan_iterations", "skipped_in_a_row"):
             checks.as_whole(getattr(self, name), name, 0, self.iteration)
+
+
+NO_PROGRESS = Progress(iteration=0, consumed_samples=0)
 
 
 def step_directory(root: Path, iteration: int) -> Path:

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.checkpointing.shards import FLOATS
+from megatron_lite.checkpointing.step_files import NO_PROGRESS, Progress
 from megatron_lite.config.checks import InputError, Values, shown
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
@@ -62,7 +62,7 @@ class WeightSource:
     read: Callable[[str], Tensor]
     tokenizer: Mapping[str, Path] = field(default_factory=dict)
     token_ids: Mapping[str, object] = field(default_factory=dict)
-    progress: Progress = field(default_factory=Progress)
+    progress: Progress = NO_PROGRESS
     state_keys: tuple[str, ...] = ()
     lacking: Collection[str] = ()
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -71,7 +71,7 @@ class WeightSource:
 
     def __post_init__(self) -> None:
         if not self.state_keys:
-            vars(self).update(progress=Progress(), num_updates=0)
+            vars(self).update(progress=NO_PROGRESS, num_updates=0)
         for name, dtype in self.dtypes.items():
             if dtype not in FLOATS.values():
                 raise InputError(

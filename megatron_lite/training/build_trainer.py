@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_lite.checkpointing.step_files import Progress
+from megatron_lite.checkpointing.step_files import NO_PROGRESS
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.notices import notices
@@ -164,7 +164,7 @@ def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
 
             saver = Saver(config.checkpoint, parallel, claim_directory(config.checkpoint, parallel))
             on_error.callback(saver.release)
-        start, done = None, Progress()
+        start, done = None, NO_PROGRESS
         attention, followed = list[str](), list[str]()
         if training.deterministic_mode:
             from .deterministic import use_deterministic_algorithms

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron_lite.checkpointing.step_files import Progress
+from megatron_lite.checkpointing.step_files import NO_PROGRESS, Progress
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.datasets import Datasets
@@ -82,7 +82,7 @@ class Trainer:
     profiler: Profiler | None = None
     slow_ranks: SlowRanks | None = None
     graphs: Recorder | None = None
-    progress: Progress = field(default_factory=Progress)
+    progress: Progress = NO_PROGRESS
     kept_bytes: dict[str, Any] = field(default_factory=dict)
     peak: PeakMemory | None = None
     seconds: list[float] = field(default_factory=list)
@@ -169,8 +169,8 @@ class Trainer:
         while iteration < self.num_iterations:
             batch_size = self.batches.at(self.progress.consumed_samples)
             is_first = self._num_steps == 0
-            told = told_if_slow("the first step of this start", log.line) if is_first else None
-            with told or nullcontext():
+            what = "the first step of this start"
+            with told_if_slow(what, log.line) if is_first else nullcontext():
                 step = self._step()
                 next(step)
                 started.append(step)
