@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_lite.checkpointing.step_files import Progress, step_directory
-from megatron_lite.config.checks import printable
+from megatron_lite.config.checks import printable, shown
 from megatron_lite.config.invocation import subcommand
 from megatron_lite.config.notices import Here
 from megatron_lite.config.run import RunConfig
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 #
 # The terminal gets the settings that differ from their defaults, as flags. The log file gets the
 # dotted table of all arguments, in Megatron's form.
-
-
-LONGEST_VALUE = 60
 
 
 def arguments_table(config: RunConfig) -> str:
@@ -71,17 +68,14 @@ def ranks_line(parallel: ParallelState) -> str:
 def short_settings(config: RunConfig) -> list[str]:
     """Returns the settings that differ from their defaults: a heading, and one line a topic.
 
-    A value of more than 60 characters is shortened.
+    Of a long value they have the beginning.
     """
     log = log_file_path(config)
     everything = "--dump-config prints all" if log is None else f"all of them: {log}"
     topics: dict[str, list[str]] = {}
     for name, (flag, *values) in changed_settings(config).items():
-        text = shlex.join(values)
-        if len(text) > LONGEST_VALUE:
-            count = f" ({len(values)} words)" if len(values) > 2 else ""
-            text = f"{text[: LONGEST_VALUE - 3 - len(count)]}...{count}"
         topic = run_fields()[name].topic.replace("_", " ")
+        text = shown(shlex.join(values))
         topics.setdefault(topic, []).append(f"{flag} {text}".rstrip())
     lines = (f"  {topic:12} {' '.join(settings)}" for topic, settings in topics.items())
     heading = f"settings that differ from the defaults ({everything})"
