@@ -59,8 +59,7 @@ class Profiler:
                 self._recording.enter_context(recorded)
                 self._mark = torch.profiler.record_function
             else:
-                torch.cuda.cudart().cudaProfilerStart()
-                self._recording.callback(torch.cuda.cudart().cudaProfilerStop)
+                self._recording.enter_context(torch.cuda.profiler.profile())
                 self._mark = torch.cuda.nvtx.range
                 if config.record_shapes or config.nvtx_ranges:
                     operators = torch.autograd.profiler.emit_nvtx(
