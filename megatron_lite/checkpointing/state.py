@@ -229,16 +229,12 @@ def changed_settings(ours: RunConfig, saved: RunConfig) -> list[str]:
 def _differing(ours: Values, saved: Mapping[str, Any], *, without: Collection[str] = ()) -> str:
     """Returns a table of the fields that differ; "" if none does."""
     rows = [("field", "checkpoint", "this run")] + [
-        (name, _shown(saved.get(name)), _shown(ours.get(name)))
+        (name, shown(str(saved.get(name))), shown(str(ours.get(name))))
         for name in dict.fromkeys((*ours, *saved))
         if name not in without and ours.get(name) != saved.get(name)
     ]
     lines = [f"\n  {name:40} {theirs:>20} {mine:>20}" for name, theirs, mine in rows]
     return "".join(lines) if rows[1:] else ""
-
-
-def _shown(value: Any) -> str:
-    return shown(" ".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
 
 
 class Snapshot(NamedTuple):

@@ -60,11 +60,10 @@ class SkippedUpdate(NamedTuple):
             if self.mean_loss
             else ""
         )
-        loss = f"{self.lm_loss:.6E}" if math.isfinite(self.lm_loss) else f"{self.lm_loss}"
         found_on = f"; not finite on {self.found_on}" if self.found_on else ""
         return (
             f"skipped update of iteration {self.iteration}, number {self.in_a_row} in a row "
-            f"({self.reason}): lm loss {loss}{spike}, grad norm {self.grad_norm:.3f}, "
+            f"({self.reason}): lm loss {self.lm_loss:.6E}{spike}, grad norm {self.grad_norm:.3f}, "
             f"samples {self.first_sample} to {last}{found_on}"
         )
 
