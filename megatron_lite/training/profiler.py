@@ -145,10 +145,8 @@ class Timers:
             yield
             return
         began = self._now()
-        try:
-            yield
-        finally:
-            self._seconds[name] += self._now() - began
+        yield
+        self._seconds[name] += self._now() - began
 
     def _now(self) -> float:
         if self._parallel.device.type == "cuda":
