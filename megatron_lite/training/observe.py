@@ -257,16 +257,8 @@ def record_step(
     from megatron_lite.memory.measure.recorder import record_timeline
     from megatron_lite.memory.measure.timeline import write_timeline
 
-    losses = []
-
-    def noted() -> Tensor:
-        loss = run()
-        losses.append(loss.detach())
-        return loss
-
-    timeline = record_timeline(model, noted, name=str(config.recompute.policy))
-    sizes = Sizes.of(config, device=losses[0].device.type, stage=model.stage)
-    predicted = tuple(kept_course(plan, sizes))
-    timeline = timeline._replace(predicted=predicted)
+    timeline, loss = record_timeline(model, run, name=str(config.recompute.policy))
+    sizes = Sizes.of(config, device=loss.device.type, stage=model.stage)
+    timeline = timeline._replace(predicted=tuple(kept_course(plan, sizes)))
     attempt("the memory timeline", write_timeline, timeline, path)
-    return losses[0]
+    return loss

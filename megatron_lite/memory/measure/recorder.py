@@ -35,8 +35,11 @@ from .timeline import (
 )
 
 
-def record_timeline(model: nn.Module, loss_fn: Callable[[], Tensor], *, name: str) -> Timeline:
-    """Returns the timeline of `loss_fn().backward()`. name: the name of the timeline.
+def record_timeline(
+    model: nn.Module, loss_fn: Callable[[], Tensor], *, name: str
+) -> tuple[Timeline, Tensor]:
+    """Returns the timeline of `loss_fn().backward()`, and the loss without its graph. name: the
+    name of the timeline.
 
     loss_fn: returns a scalar loss of `model`.
     The gradients are accumulated as always, and are the same bits. The recording issues no
@@ -50,11 +53,12 @@ def record_timeline(model: nn.Module, loss_fn: Callable[[], Tensor], *, name: st
             recorder,
         ):
             loss = loss_fn()
+            result = loss.detach()
             recorder.in_backward = True
             loss.backward()
         del loss
         recorder.note("")
-    return Timeline(name=name, events=tuple(recorder.events))
+    return Timeline(name=name, events=tuple(recorder.events)), result
 
 
 class _Place(NamedTuple):
