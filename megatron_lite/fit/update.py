@@ -13,6 +13,8 @@ from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.parallel.weights import bytes_of, local_part
 from megatron_lite.recompute.contents import tensors_of, unobserved
 
+PAGED = 10**5  # elements, from which on bitsandbytes pages a state
+
 
 def update_bytes(
     model: nn.Module, optimizer: Any, device: torch.device, notes: list[str]
@@ -116,7 +118,14 @@ def _update(new: Any, device: torch.device) -> tuple[int, int, bool]:
         new.train()
     with LiveStorages() as live, torch.compiler.set_stance("force_eager"):
         type(new).step(new)
-        states = bytes_of(tensors_of(list(new.state.values())))
+        # Pages of the host serve a paged optimizer of bitsandbytes.
+        is_paged = device.type == "cuda" and getattr(new, "is_paged", False)
+        states = bytes_of(
+            each
+            for parameter, held in new.state.items()
+            for each in tensors_of(held)
+            if not (is_paged and parameter.numel() == each.numel() >= PAGED)
+        )
         return states, 0 if is_fused else live.peak_bytes - live.total_bytes(), is_at_once
 
 

@@ -500,7 +500,7 @@ def test_gradients_that_the_step_clears_count_once():
 
 
 @pytest.mark.usefixtures("two_actions")
-def test_states_of_an_optimizer_count_whether_they_exist_or_not():
+def test_states_of_an_optimizer_count_whether_they_exist_or_not(monkeypatch):
     model = Model([16])
     weights = bytes_of(model.parameters())
 
@@ -529,6 +529,11 @@ def test_states_of_an_optimizer_count_whether_they_exist_or_not():
         return update_bytes(model, partial(torch.optim.AdamW, **settings), torch.device("cuda"), [])
 
     assert on_gpu() == on_gpu(capturable=True, lr=torch.tensor(1.0)) > on_gpu(foreach=False)
+    held, _ = on_gpu()
+    monkeypatch.setattr(torch.optim.AdamW, "is_paged", True, raising=False)
+    monkeypatch.setattr("megatron_lite.fit.update.PAGED", 1000)  # the model has matrices of 1600
+    assert on_gpu()[0] == held - 2 * 2 * 6400
+    monkeypatch.undo()
     assert {*on_gpu(fused=True)} == {on_gpu()[0]}  # its update takes nothing more
 
 
