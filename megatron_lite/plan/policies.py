@@ -33,7 +33,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import whole_model
 from megatron_lite.description.sizes import Sizes, layers_of
 from megatron_lite.memory.predict.stage_course import stage_course
-from megatron_lite.memory.predict.walk import NOT_SHARDED, GatheredWeights
+from megatron_lite.memory.predict.walk import GatheredWeights
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, keep_everything
 
 from .stage_time import layer_sizes, layer_time, passed, replay_time
@@ -237,19 +237,16 @@ def layer_choices(
     host: whether kept tensors may go to host memory.
     shards: the ranks over which FSDP2 shards the states.
     """
-    stage = whole_model(config.model.num_layers)
+    stage = whole_model(1)
     sizes = Sizes.in_training(config, device=clock.hardware.device, stage=stage, sharded=shards > 1)
     recompute = config.recompute
     host = host and config.training.cuda_graph_impl == "none"  # a graph cannot wait for copies
     skip_tail = recompute.recompute_tail_skip and not recompute.recompute_verify
-
-    def gathered(sizes: Sizes) -> GatheredWeights:
-        return GatheredWeights.of(config, sizes, stage, shards) if shards > 1 else NOT_SHARDED
-
     kinds = dict[int, _Kind]()
     for first in {*layers_of(config)}:
         one = replace(layer_sizes(sizes), first_layer=first)
-        kinds[first] = _Kind(one, gathered(one), clock, skip_tail)
+        weights = GatheredWeights.of(config, one, stage, shards)
+        kinds[first] = _Kind(one, weights, clock, skip_tail)
     found = {first: _useful_choices(kind, host) for first, kind in kinds.items()}
     hosted = {
         (one.action, one.store): None
@@ -262,7 +259,8 @@ def layer_choices(
             _priced(kinds[first], *one) for one in hosted
         )
     sizes = replace(sizes, has_embedding=False)
-    head = stage_course(keep_everything(0), sizes, gathered(sizes))
+    weights = GatheredWeights.of(config, sizes, stage, shards)
+    head = stage_course(keep_everything(0), sizes, weights)
     # All backwards of layers hold the gradient of their output besides.
     added = head.forward.kept + head.backward.fullest.num_bytes - sizes.residual
     return found, LayerChoice(0, added, 0.0)

@@ -79,7 +79,8 @@ def test_no_policy_of_regions_or_units_by_layer_is_faster(parallel, micro, actio
 
 def test_host_memory_is_used_only_where_it_is_allowed():
     config = preset_run("llama3-8b", seq_length=8192, batch=64)
-    config = with_settings(config, use_torch_fsdp2=True)
+    kinds = dict(window_size=(4095, 0), window_attn_skip_freq=2)
+    config = with_settings(config, use_torch_fsdp2=True, **kinds)
     budget = 24 * GIB
     slow, fast, least = (
         fitted(Plan(config, H100, 16, host), held)

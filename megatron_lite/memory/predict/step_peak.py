@@ -38,7 +38,7 @@ from megatron_lite.recompute.schedule import stage_plan
 from .pipeline_memory import RankSchedule, alike_ranks, enough_microbatches, step_microbatches
 from .stage_course import StageCourse, stage_course
 from .states import rank_states, update_memory
-from .walk import NOT_SHARDED, GatheredWeights, Moment
+from .walk import GatheredWeights, Moment
 
 EXACT, BOUND, ESTIMATE = "exact", "bound", "estimate"
 ROUNDING, CUBLAS = "rounding of the allocator", "workspaces of cuBLAS"
@@ -137,9 +137,7 @@ def step_peak(
         sizes = Sizes.in_training(
             config, device=device, stage=stage, accumulates=accumulates, sharded=shards > 1
         )
-        weights = NOT_SHARDED
-        if shards > 1:
-            weights = GatheredWeights.of(config, sizes, stage, shards)
+        weights = GatheredWeights.of(config, sizes, stage, shards)
         return stage_course(stage_plan(config, stage, keeps_all), sizes, weights)
 
     action, held, waiting = _fullest(config, device, schedule, course)

@@ -89,6 +89,8 @@ class GatheredWeights(NamedTuple):
     @classmethod
     def of(cls, config: RunConfig, sizes: Sizes, stage: Stage, shards: int) -> GatheredWeights:
         """Returns the units of a stage. shards: the ranks over which FSDP2 shards everything."""
+        if shards == 1:
+            return NOT_SHARDED
         model = config.model
         sent = sizes.element_bytes
         reduced = sent if config.data_parallel.grad_reduce_in_bf16 else FLOAT32
