@@ -36,7 +36,7 @@ from megatron_lite.memory.predict.stage_course import stage_course
 from megatron_lite.memory.predict.walk import GatheredWeights
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, keep_everything
 
-from .stage_time import layer_sizes, layer_time, passed, replay_time
+from .stage_time import layer_sizes, layers_time, passed, replay_time
 from .work import Clock, sum_of
 
 KEEP = LayerAction()
@@ -347,7 +347,7 @@ def _priced(kind: _Kind, action: LayerAction, store: str) -> LayerChoice:
     rebuilt += moved  # the tensors of the layer before come back too
     if segment.split:  # the gather of the split unit before runs at the same time
         rebuilt += sizes.residual
-    once = layer_time(sizes, clock).backward
+    once = layers_time(sizes, 1, clock).backward
     again = replay_time(segment, kind.skip_tail, clock, sizes)
     seconds = passed(sum_of([(once, 1.0), (again, 1.0)]), clock) - passed(once, clock)
     return LayerChoice(kept, rebuilt, seconds, moved, action, store)

@@ -98,7 +98,7 @@ def stage_time(run: TimedRun, stage: Stage, plan: RecomputePlan) -> StageTime:
     sizes = Sizes.of(run.config, clock.hardware.device, stage)
     inner = layer_sizes(sizes)
     ends = _ends(replace(sizes, first_layer=0), clock)
-    once = StageTime.of([(ends, 1.0), (_layers(inner, stage.num_layers, clock), 1.0)])
+    once = StageTime.of([(ends, 1.0), (layers_time(inner, stage.num_layers, clock), 1.0)])
     skip, budget = plan.skip_tail, run.config.recompute.activation_memory_budget
     backward = [(once.backward, 1.0)] + [
         (replay_time(one, skip, clock, inner), 1.0)
@@ -139,11 +139,6 @@ def passed(work: Work, clock: Clock) -> float:
     return math.sqrt(math.hypot(work.seconds**2, work.host**2))
 
 
-def layer_time(sizes: Sizes, clock: Clock) -> StageTime:
-    """Returns the work of one layer."""
-    return _layers(sizes, 1, clock)
-
-
 def layer_sizes(sizes: Sizes) -> Sizes:
     """Returns the sizes that decide the time of layers: without what only the ends read."""
     return replace(
@@ -159,7 +154,8 @@ def _ends(sizes: Sizes, clock: Clock) -> StageTime:
 
 
 @lru_cache(CACHED)
-def _layers(sizes: Sizes, num_layers: int, clock: Clock) -> StageTime:
+def layers_time(sizes: Sizes, num_layers: int, clock: Clock) -> StageTime:
+    """Returns the work of the layers from the first one of the sizes on."""
     return StageTime.of(
         (clock.passes(one), count)
         for layer, count in describe_kinds(sizes, num_layers)
