@@ -48,6 +48,7 @@ from .step_files import (
 )
 
 AXES = ("tp_size", "dp_size", "pp_size", "cp_size")
+MOST_RANKS = 2**20
 MOST_UPDATES = 10**9 - 1
 LONGEST_LINE = 400
 PARTS = ("optimizer", "rng")
@@ -154,8 +155,8 @@ class Metadata:
             values = parse_formatted(path)
             found: Metadata = from_plain(cls, values, METADATA)
             for axis in AXES:
-                checks.as_whole(getattr(found, axis), axis, 1, checks.MOST_RANKS)
-            checks.as_whole(found.world_size, " x ".join(AXES), 1, checks.MOST_RANKS)
+                checks.as_whole(getattr(found, axis), axis, 1, MOST_RANKS)
+            checks.as_whole(found.world_size, " x ".join(AXES), 1, MOST_RANKS)
             checks.as_whole(found.num_updates, "num_updates", 0, MOST_UPDATES)
             text = found.computed_on
             if len(text) > LONGEST_LINE or not f"{text} ".isprintable():

@@ -64,24 +64,17 @@ def parse_json(text: str | bytes, *, strict: bool = True) -> Any:
     """Returns the value of a JSON text.
 
     strict: whether the three faults inside the JSON count; not for documents, logs and the files of
-        other libraries, which may hold any number where we do not read. A whole number beyond 64
-        bits is a float then.
+        other libraries, which may hold any number where we do not read. A whole number of 19 digits
+        is a float then.
 
     Raises ValueError if the text is not JSON, or is nested too deeply for Python's
     parser. Three faults inside the JSON raise ValueError too: a whole number beyond 64 bits, NaN or
     an infinity, and an object with the same name twice, since json would drop one of the values.
     """
     try:
-        return json.loads(text, **STRICT if strict else {"parse_int": _any_number})
+        return json.loads(text, **STRICT if strict else LOOSE)
     except RecursionError:
         raise ValueError("brackets nested too deeply: a run is an object of objects") from None
-
-
-def _any_number(text: str) -> float:
-    try:
-        return parse_whole_number(text)
-    except ValueError:
-        return float(text)
 
 
 def _refuse_constant(name: str) -> float:
@@ -134,9 +127,10 @@ STRICT: Values = dict(
     parse_constant=_refuse_constant,
     object_pairs_hook=without_repetition,
 )
+LOOSE = {"parse_int": lambda text: int(text) if len(text) < 19 else float(text)}
 # A reader builds something for each layer that a file names. No model has more layers than this.
 MOST_LAYERS = 2**16
-MOST_SIZE, MOST_RANKS = 2**48, 2**20
+MOST_SIZE = 2**48
 
 
 def parse_object(text: str | bytes) -> Values:

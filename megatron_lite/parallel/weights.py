@@ -18,8 +18,7 @@ GATHERED_DTYPE = "gathered_dtype"  # a sharded parameter's dtype after the gathe
 
 def weight_of(module: nn.Module) -> Tensor:
     """Returns `module.weight`, ready to compute with, for code that does not call the module."""
-    reader = module.__dict__.get(READER)
-    return module.weight if reader is None else reader()  # type: ignore[return-value]
+    return module.__dict__.get(READER, lambda: module.weight)()
 
 
 def gathered_dtype(parameter: Tensor) -> torch.dtype:
@@ -35,20 +34,17 @@ def local_part(tensor: Tensor) -> Tensor:
 
     It does not import DTensor, which would take a second of every start.
     """
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
+    return getattr(tensor, "to_local", lambda: tensor)()
 
 
 def storages_of(tensors: Iterable[Tensor | None]) -> dict[int, torch.UntypedStorage]:
     """Returns the storages of this rank's parts of tensors, each once, by address."""
     found = dict[int, torch.UntypedStorage]()
     for each in tensors:
-        if each is None:
-            continue
-        if hasattr(each, "__tensor_flatten__"):  # it wraps others, as a quantized one and a DTensor
-            inner = (getattr(each, name) for name in each.__tensor_flatten__()[0])
-            found |= storages_of(one for one in inner if isinstance(one, Tensor))
-        else:
+        # It wraps others, as a quantized one, or a DTensor, which names its mesh as well.
+        if flatten := getattr(each, "__tensor_flatten__", None):
+            found |= storages_of(getattr(each, name) for name in flatten()[0])
+        elif isinstance(each, Tensor):
             storage = each.untyped_storage()
             found[address_of(storage)] = storage
     return found
@@ -67,6 +63,4 @@ def weights_in_use(module: nn.Module) -> Iterator[Tensor]:
     """
     yield from module.parameters()
     for part in module.modules():
-        stand_ins = part.__dict__.get(STAND_INS)
-        if stand_ins is not None:
-            yield from stand_ins()
+        yield from part.__dict__.get(STAND_INS, tuple)()
