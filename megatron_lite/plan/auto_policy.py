@@ -314,8 +314,8 @@ class RankMixes:
         """Returns a lower bound of the seconds of a stage's replays, infinity if nothing fits."""
         in_flight = self.in_flight(stage.rank)
         bound = least_seconds(self.runs(stage, host=True), in_flight, space)
-        if bound:
-            return bound.seconds
+        if bound is not None:
+            return bound
         # Longer units keep one input for all of their layers.
         number = stage.num_layers
         inputs = -(-number // UNIT_LENGTHS[-1])

@@ -10,8 +10,7 @@ one keep, and q what the replay adds. Of alike layers, those with a large q come
 falling q minimizes the largest C + q, for any numbers (Jackson's rule).
 
 `best_mix` is exact: it builds the stage in this order, and of all beginnings (bytes so far, fullest
-moment, seconds) it keeps those that no other one beats. With a price of bytes as a bound it looks
-only at those that cost little more than the cheapest, and at more if they do not prove the best.
+moment, seconds) it keeps those that no other one beats.
 
 `layer_choices` are the actions that a layer can have under a recompute policy, with the price of
 each. Bytes come from memory/predict/, for a stage of one layer; seconds come from the time model.
@@ -19,7 +18,6 @@ each. Bytes come from memory/predict/, for a stage of one layer; seconds come fr
 
 import bisect
 import itertools
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -118,15 +116,9 @@ class Alike(NamedTuple):
     length: int
 
 
-class Bound(NamedTuple):
-    """A lower bound of the seconds of a mix, and the seconds that a kept byte costs in it."""
-
-    seconds: float
-    price: float
-
-
-def least_seconds(runs: tuple[Alike, ...], in_flight: int, limit: int) -> Bound | None:
-    """Returns the bound that parts of layers would reach, or None if no mix fits.
+def least_seconds(runs: tuple[Alike, ...], in_flight: int, limit: int) -> float | None:
+    """Returns a lower bound of the seconds of a mix, which parts of layers would reach, or None if
+    no mix fits.
 
     runs: the layers of a stage in order.
     in_flight: W, the forwards that wait for their backward at once.
@@ -140,7 +132,7 @@ def least_seconds(runs: tuple[Alike, ...], in_flight: int, limit: int) -> Bound 
     if sum(count * min(one.kept for one in kind) for kind, count in layers.items()) > space:
         return None
     return max(
-        Bound(sum(map(mul, layers.values(), cheapest)) - price * space, price)
+        sum(map(mul, layers.values(), cheapest)) - price * space
         for price, cheapest in _lines(tuple(layers))
     )
 
@@ -165,40 +157,29 @@ def _lines(kinds: tuple[tuple[LayerChoice, ...], ...]) -> list[tuple[float, list
 @lru_cache(4096)
 def best_mix(runs: tuple[Alike, ...], in_flight: int, limit: int) -> StageMix | None:
     """Returns the fastest mix for the layers of a stage, or None if none fits."""
-    bound = least_seconds(runs, in_flight, limit)
-    if bound is None:
-        return None
-    longest = max((one.seconds for run in runs for one in run.choices), default=0.0)
-    for slack in (longest / 8, longest, math.inf):
-        # The fastest whole stage of those that cost at most `slack` more than the cheapest.
-        ends, cheapest = [_Beginning(0, 0, 0.0)], slack
-        later = sum(count * min(one.kept for one in choices) for choices, count in runs)
-        for number, (choices, count) in enumerate(runs, 1):
-            found: list[list[_Beginning]] = [[] for _ in range(count + 1)]
-            found[0] = ends
-            order = sorted(choices, key=lambda one: -one.rebuilt)
-            cost = min(one.seconds + bound.price * one.kept for one in choices)
-            later -= count * min(one.kept for one in choices)
-            for (step, choice), done in itertools.product(enumerate(order), range(count)):
-                more = []  # one more layer of this choice
-                # What the layers to come keep at least decides where no moment was fuller.
-                rest = later + (count - done - 1) * min(one.kept for one in order[step:])
-                last = order[step:] if number == len(runs) else runs[-1].choices
-                rest += min(one.rebuilt for one in last)
-                most = cheapest + (done + 1) * cost
-                for one in found[done]:
-                    kept, seconds = one.kept + choice.kept, one.seconds + choice.seconds
-                    fullest = max(one.fullest, kept + choice.rebuilt, kept + rest)
-                    is_cheap = seconds + bound.price * kept <= most
-                    if is_cheap and (in_flight - 1) * kept + fullest <= limit:
-                        more.append(_Beginning(kept, fullest, seconds, (choice, one.before)))
-                if more:
-                    found[done + 1] = _useful([*found[done + 1], *more])
-            ends, cheapest = found[-1], cheapest + count * cost
-        best = min(ends, key=lambda one: one.seconds, default=None)
-        if best and best.seconds <= bound.seconds + slack:
-            return _mix(best)
-    return None
+    ends = [_Beginning(0, 0, 0.0)]
+    later = sum(count * min(one.kept for one in choices) for choices, count in runs)
+    for number, (choices, count) in enumerate(runs, 1):
+        found: list[list[_Beginning]] = [[] for _ in range(count + 1)]
+        found[0] = ends
+        order = sorted(choices, key=lambda one: -one.rebuilt)
+        later -= count * min(one.kept for one in choices)
+        for (step, choice), done in itertools.product(enumerate(order), range(count)):
+            # What the layers to come keep at least decides where no moment was fuller.
+            rest = later + (count - done - 1) * min(one.kept for one in order[step:])
+            last = order[step:] if number == len(runs) else runs[-1].choices
+            rest += min(one.rebuilt for one in last)
+            more = []  # one more layer of this choice
+            for one in found[done]:
+                kept, seconds = one.kept + choice.kept, one.seconds + choice.seconds
+                fullest = max(one.fullest, kept + choice.rebuilt, kept + rest)
+                if (in_flight - 1) * kept + fullest <= limit:
+                    more.append(_Beginning(kept, fullest, seconds, (choice, one.before)))
+            if more:
+                found[done + 1] = _useful([*found[done + 1], *more])
+        ends = found[-1]
+    best = min(ends, key=lambda one: one.seconds, default=None)
+    return _mix(best) if best else None
 
 
 def _mix(whole: _Beginning) -> StageMix:

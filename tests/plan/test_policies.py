@@ -42,4 +42,4 @@ def test_no_assignment_to_layers_is_faster_than_the_mix(seed):
     assert all(number > 0 for _, number in mix.rows) and mix.peak(in_flight) <= limit
     assert mix.seconds == sum(number * one.seconds for one, number in mix.rows)
     assert mix.seconds == pytest.approx(min(found), abs=1e-9)
-    assert bound.seconds <= mix.seconds + 1e-9
+    assert bound is not None and bound <= mix.seconds + 1e-9
