@@ -29,9 +29,9 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 293_626,
+    "tokens of the library": 293_692,
     "files of the library": 260,
-    "tokens of tests": 270_769,
+    "tokens of tests": 270_521,
     "tokens of benchmarks": 20_000,
     "own files in one plain step": 32,
     "own functions in one plain step": 125,
