@@ -18,7 +18,8 @@ GATHERED_DTYPE = "gathered_dtype"  # a sharded parameter's dtype after the gathe
 
 def weight_of(module: nn.Module) -> Tensor:
     """Returns `module.weight`, ready to compute with, for code that does not call the module."""
-    return module.__dict__.get(READER, lambda: module.weight)()
+    reader = module.__dict__.get(READER)
+    return reader() if reader else module.weight  # type: ignore[return-value]
 
 
 def gathered_dtype(parameter: Tensor) -> torch.dtype:
@@ -42,8 +43,11 @@ def storages_of(tensors: Iterable[Tensor | None]) -> dict[int, torch.UntypedStor
     found = dict[int, torch.UntypedStorage]()
     for each in tensors:
         # It wraps others, as a quantized one, or a DTensor, which names its mesh as well.
-        if flatten := getattr(each, "__tensor_flatten__", None):
-            found |= storages_of(getattr(each, name) for name in flatten()[0])
+        if hasattr(each, "__tensor_flatten__"):
+            found |= storages_of(
+                getattr(each, name)
+                for name in each.__tensor_flatten__()[0]  # type: ignore[union-attr]
+            )
         elif isinstance(each, Tensor):
             storage = each.untyped_storage()
             found[address_of(storage)] = storage
