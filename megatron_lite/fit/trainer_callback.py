@@ -33,9 +33,9 @@ class MemoryBudgetCallback(TrainerCallback):
 
     What is measured is the Trainer's own step, with its loss and its wrappers, of the largest among
     its first 8 batches; under gradient accumulation two such steps. What the step draws, such as
-    the length of texts that it generates, is that of the largest of nine draws. The policy takes the
-    place of `activation_checkpointing`, which is turned off. The Trainer's counters and logs stay as
-    they are.
+    the length of texts that it generates, is that of the largest of nine draws. The policy takes
+    the place of `activation_checkpointing`, which is turned off. The Trainer's counters and logs
+    stay as they are.
 
     budget, layers_fqn: see `fit_memory_`. fit: the result, once training has begun.
     Raises ValueError for its other settings, which the Trainer makes.
