@@ -72,7 +72,7 @@ class Tokenizer(NamedTuple):
         if self.backend is None:
             return self.vocab_size
         own = self.backend.get_vocab(with_added_tokens=False).values()
-        return 1 + max(*own, self.end if isinstance(self.end, int) else 0)
+        return 1 + max([*own, self.end if isinstance(self.end, int) else 0])
 
     def tokenize(self, text: str) -> list[int]:
         """Returns the ids of a text. Raises ValueError for text that UTF-8 cannot encode, or that
