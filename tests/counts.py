@@ -29,7 +29,7 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 293_693,
+    "tokens of the library": 293_695,
     "files of the library": 260,
     "tokens of tests": 270_521,
     "tokens of benchmarks": 20_000,
